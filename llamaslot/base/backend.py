@@ -62,7 +62,7 @@ class Run:
     image: PromptImage | None = None
     """The image to which all of the tokens belong, if they are of a tile. Such a run is alone in its batch."""
     tile: Tile | None = None
-    """The tile, of which `tokens` are all, or a part: where `Projector.is_whole` is false."""
+    """The tile, of which `tokens` are all."""
 
     @property
     def n_drafted(self) -> int:
@@ -105,7 +105,7 @@ def check_runs(
     n_vocab = info.n_vocab
     if not runs:
         raise IllegalCallError("a batch needs runs")
-    if sum(len(run.tokens) for run in runs) > info.n_ubatch:
+    if sum(len(run.tokens) for run in runs if run.tile is None) > info.n_ubatch:
         raise IllegalCallError("more tokens than a micro-batch holds")
     if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
         raise IllegalCallError("runs of several lengths in one step of a model with windows and recurrent states")
@@ -152,10 +152,8 @@ def _check_images(runs: Sequence[Run], info: ModelInfo) -> None:
             raise IllegalCallError("a tile without its image, or without a projector")
         if len(runs) > 1 or run.n_outputs > 1 or run.targets is not None:
             raise IllegalCallError("a tile beside other tokens, or with more outputs than one")
-        if not tile.start <= run.start < end <= tile.end:
-            raise IllegalCallError(f"{run.start} to {end} is not within the tile")
-        if info.projector.is_whole and (run.start, end) != (tile.start, tile.end):
-            raise IllegalCallError("a part of a tile that must be computed whole")
+        if (run.start, end) != (tile.start, tile.end):
+            raise IllegalCallError("a part of a tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +284,8 @@ class Backend(Protocol):
 
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence.
+
+        A tile may be longer, unless its tokens attend to each other (`Projector.is_whole`).
 
         `draws` are those of the `sample` that follows; what the device can sample of them is computed there.
         """

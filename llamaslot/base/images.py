@@ -59,6 +59,18 @@ class PromptImage(msgspec.Struct, frozen=True):
     tiles: tuple[Tile, ...] = ()
 
 
+def before_image(tokens: Tokens, n: int) -> int:
+    """Return `n`, or the place where images begin if the first `n` of these tokens may end within one.
+
+    That is not known if no more tokens follow.
+    """
+    if not 0 < n <= len(tokens) or tokens[n - 1] >= 0 or (n < len(tokens) and tokens[n] >= 0):
+        return n
+    while n and tokens[n - 1] < 0:
+        n -= 1
+    return n
+
+
 def tile_ids(digest: bytes, number: int, n_tokens: int) -> Tokens:
     """Return the ids of a tile's tokens, negative int32; those of different tiles differ."""
     import numpy as np  # noqa: PLC0415 - the server's parent process does without

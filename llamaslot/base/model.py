@@ -160,7 +160,7 @@ class Projector(msgspec.Struct, frozen=True):
     digest: str
     """Digest of its file and of the settings that its embeddings depend on."""
     is_whole: bool
-    """True if the tokens of a tile attend to each other, so that a step computes all of them."""
+    """True if the tokens of a tile attend to each other, so that it must fit into a micro-batch."""
 
 
 class RerankFormat(msgspec.Struct, frozen=True):

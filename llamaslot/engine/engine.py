@@ -535,7 +535,7 @@ class Engine:
         if isinstance(body, commands.ClearCache | commands.DropPaths | commands.SlotAction):
             # None of them waits for it, or leaves what it uses.
             self._cancel_background()
-        if isinstance(body, commands.SlotAction) and not self._is_loaded:
+        if isinstance(body, commands.SlotAction | commands.LayOutImages) and not self._is_loaded:
             respond(UnavailableError(_UNLOADED))
             return
         self._queries.answer(body, respond)

@@ -11,7 +11,7 @@ store have deleted them. Everything else is answered at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -31,6 +31,7 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
+from llamaslot.base.images import ImageSize
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
@@ -104,6 +105,8 @@ class Queries:
             case commands.InspectHitCurve():
                 hit_rate = self._scheduler.cache_stats().prompt_tokens.hit_rate
                 respond(self._scheduler.cache.hit_curve(hit_rate))
+            case commands.LayOutImages(sizes):
+                respond(self._layouts(sizes))
             case commands.DropPaths():
                 self._drop_paths(query, respond)
             case commands.ClearCache():
@@ -153,6 +156,13 @@ class Queries:
         found.session_match = prompt.session_match or None
         found.approximate_tokens = prompt.n_approximate
         return found
+
+    def _layouts(self, sizes: Sequence[ImageSize]) -> commands.ImageLayouts | LlamaslotError:
+        """Return the tokens of images of these sizes."""
+        try:
+            return commands.ImageLayouts(tuple(map(self._backend.image_layout, sizes)))
+        except LlamaslotError as error:
+            return error
 
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)

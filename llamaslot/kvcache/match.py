@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
+from llamaslot.base.images import before_image
 from llamaslot.base.namespaces import is_salted
 from llamaslot.base.stats import Miss
-from llamaslot.base.tokens import WIDTH
+from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.nodes import Node, Segment
 
@@ -79,6 +80,11 @@ class Match:
         while node.parent is not None and n <= node.start:
             node = node.parent
         return replace(self, resident_end=node, n_resident=n, parts=parts, n_cached=n)
+
+    def without_parts_of_images(self) -> Match:
+        """Return the match cut to where images begin in which it may end: they are computed whole."""
+        n = before_image(unpacked(self.tokens), self.n_cached)
+        return self.cut(n, self.parts_until(n)) if n < self.n_cached else self
 
     def parts_until(self, n: int) -> tuple[SegmentPart, ...]:
         """The parts within the first `n` tokens."""

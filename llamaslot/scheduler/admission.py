@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
+from llamaslot.base.images import before_image
 from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
@@ -289,7 +290,8 @@ class Admission:
                 continue
             key = leader.arrival, leader.n_at_admission
             if key not in request.n_common:
-                request.n_common[key] = n_common(prefix, leader.tokens.view(0, leader.n_at_admission))
+                n = n_common(prefix, leader.tokens.view(0, leader.n_at_admission))
+                request.n_common[key] = before_image(prefix, n)
             n = request.n_common[key]
             if n == 0 or n < longest or not self._cache.can_share(leader.slot, n):
                 continue

@@ -24,6 +24,7 @@ from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
+from llamaslot.base.images import PromptImage, Tile
 from llamaslot.base.namespaces import private_namespace, shifted_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats, SpeculationStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
@@ -113,6 +114,24 @@ class CheckpointStops:
         """Return how many of the `n` tokens after `position` a step may compute."""
         at = bisect.bisect_right(self._positions, position)
         return min(n, self._positions[at] - position) if at < len(self._positions) else n
+
+
+class Tiles:
+    """Places of a prompt's images: a step computes one tile, or tokens of text."""
+
+    def __init__(self, images: Sequence[PromptImage] = ()) -> None:
+        self._tiles = [(image, tile) for image in images for tile in image.tiles]
+        self._starts = [tile.start for _, tile in self._tiles]
+
+    def at(self, position: int) -> tuple[PromptImage, Tile] | None:
+        """Return the tile that the token at a position belongs to, and its image; None for a token of text."""
+        place = bisect.bisect_right(self._starts, position) - 1
+        return self._tiles[place] if place >= 0 and position < self._tiles[place][1].end else None
+
+    def limit(self, position: int, n: int) -> int:
+        """Return how many of the `n` tokens from `position` on are before the next tile."""
+        place = bisect.bisect_left(self._starts, position)
+        return min(n, self._starts[place] - position) if place < len(self._starts) else n
 
 
 class _Reasoning(Enum):
@@ -281,6 +300,7 @@ class Request:
         self.arrival = arrival
         """Order of submission; unchanged by preemption."""
         self._submitted = now
+        self.tiles = Tiles(prompt.images)
         self.tokens = TokenBuffer(prompt.tokens)
         """The prompt and the tokens generated so far, without those that a context shift has discarded."""
         self.n_prompt = len(self.tokens)

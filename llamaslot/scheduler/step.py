@@ -70,6 +70,8 @@ class Turn:
     """
     is_forced: bool = False
     """True if the run of several tokens belongs to a decoding request, whose constraint forced them."""
+    is_image: bool = False
+    """True if the step computes a tile of the only request."""
     n_waiting: int = 0
     """Number of decoding requests that are not in this step and wait for its end."""
     waiting_since: float | None = None

@@ -273,7 +273,7 @@ class StepPlanner:
         #    goes to the first prompt, so that this always progresses, and the rest to those with the fewest tokens
         #    left (shortest remaining first), to minimise TTFT. Tokens that a constraint forced after a sampled one
         #    count as prompt tokens, but a decoding request is never the first prompt.
-        grants = self._grant(requests, turn)
+        grants = self._grant(requests, turn) if not turn.is_image else [self._grant_tile(*requests)]
         # 2. If free cells do not suffice, idle ones are evicted, then the last running request is preempted.
         work, preempted = self._take_cells(grants, running, now)
         # 3. Drafted tokens get what is left of the step and of the cells.
@@ -293,6 +293,9 @@ class StepPlanner:
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn the costs of prompt tokens, decodes and dummy rows from a step that was computed."""
+        if plan.turn.is_image:
+            # The projector's time says nothing of other steps.
+            return
         seconds = result.seconds
         if plan.turn.changes_adapters:
             seconds = max(seconds - self._switch_s, 0.0)
@@ -319,7 +322,7 @@ class StepPlanner:
         for request in requests:
             length = self._cache.length(request.slot)
             n_pending = len(request.tokens) - length
-            n_due = request.stops.limit(length, n_pending)
+            n_due = request.tiles.limit(length, request.stops.limit(length, n_pending))
             if request.params.shift.is_on:
                 # Tokens that a constraint forced may exceed the context: the next plan shifts it.
                 n_due = min(n_due, self._n_ctx_slot - 1 - length)
@@ -348,6 +351,14 @@ class StepPlanner:
             self._divide(grants, limit)
         return grants
 
+    def _grant_tile(self, request: Request) -> _Grant:
+        """Return the whole tile that a request has to compute next."""
+        length = self._cache.length(request.slot)
+        found = request.tiles.at(length)
+        assert found is not None
+        n = found[1].end - length
+        return _Grant(request, len(request.tokens) - length, n, n, is_decoding=False, n=n)
+
     @staticmethod
     def _divide(grants: Sequence[_Grant], n_left: int) -> None:
         """Give each decoding request one token, and divide `n_left` among prompts and forced tokens."""
@@ -374,9 +385,10 @@ class StepPlanner:
         for grant in grants:
             request, n = grant.request, grant.n
             if self._cache.settings.unified:
+                n_least = n if request.tiles.at(self._cache.length(request.slot)) else 1
                 while n and request in left:
-                    free = self._cache.free_cells(n_taken + n, n_least=n_taken + 1) - n_taken
-                    if free > 0:
+                    free = self._cache.free_cells(n_taken + n, n_least=n_taken + n_least) - n_taken
+                    if free >= n_least:
                         n = min(n, free)
                         break
                     last = left.pop()
@@ -390,7 +402,9 @@ class StepPlanner:
     def _work(self, request: Request, n: int, before: Sequence[Work], *, is_last: bool) -> Work:
         start = self._cache.length(request.slot)
         n_outputs = int(is_last and request.has_output)
-        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, request.targets(start, n))
+        image, tile = request.tiles.at(start) or (None, None)
+        targets = request.targets(start, n)
+        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, targets, image, tile)
         if not n_outputs or not request.wants_tokens or request.sampler is not None:
             return Work(request, run)
         served = [other for each in before for other in each.siblings]

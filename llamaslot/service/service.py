@@ -30,9 +30,11 @@ from llamaslot.base.commands import (
     EngineCommand,
     EngineQuery,
     Generate,
+    ImageLayouts,
     InspectCache,
     InspectEngine,
     InspectHitCurve,
+    LayOutImages,
     Load,
     LocalTier,
     ProbePrompt,
@@ -210,6 +212,10 @@ class Service:
             while isinstance(prepared, Needs):
                 if prepared.may_compile:
                     job = msgspec.structs.replace(job, may_compile=True)
+                elif prepared.layouts:
+                    asked = await self.ask(LayOutImages(prepared.layouts), ImageLayouts)
+                    known = dict(zip(prepared.layouts, asked.layouts, strict=True))
+                    job = msgspec.structs.replace(job, layouts={**job.layouts, **known})
                 else:
                     # Only the prompt worker decodes bodies, and it has no earlier items.
                     assert find is not None
@@ -223,7 +229,8 @@ class Service:
             raise prepared.error.exception()
         live.prompts, live.options = prepared.prompts, prepared.options
         live.texts, live.echoes = prepared.texts, prepared.echoes
-        live.charge(live.options.n_bytes + sum(map(len, (*live.texts, *live.echoes))))
+        n_images = sum(len(image.data) for each in live.prompts for image in each.prompt.images)
+        live.charge(live.options.n_bytes + sum(map(len, (*live.texts, *live.echoes))) + n_images)
         # Its body may name another client.
         live.reserve(
             sum(each.params.n for each in live.prompts) if job.purpose == "run" and not live.is_batch else 1,
