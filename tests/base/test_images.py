@@ -1,0 +1,38 @@
+"""Ids of images' tokens, and where a prefix may not end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llamaslot.base.images import before_image, tile_ids
+
+
+def test_ids_are_negative_and_differ_by_image_and_tile() -> None:
+    first, second = tile_ids(b"a" * 32, 0, 64), tile_ids(b"a" * 32, 1, 64)
+    other = tile_ids(b"b" * 32, 0, 64)
+    for each in (first, second, other):
+        assert each.dtype == np.int32
+        assert each.max() < 0
+    assert len({*first.tolist(), *second.tolist(), *other.tolist()}) == 3 * 64
+    assert tile_ids(b"a" * 32, 0, 64).tolist() == first.tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "kept"),
+    [
+        ([1, 2, 3], 2, 2),
+        ([1, -2, -3, 4], 1, 1),
+        ([1, -2, -3, 4], 2, 1),
+        ([1, -2, -3, 4], 3, 3),
+        ([1, -2, -3, 4], 4, 4),
+        ([-2, -3, 4], 1, 0),
+        ([1, -2, -3], 3, 1),
+        ([1, -2, 5, -3], 3, 3),
+        ([1, -2, 5, -3], 4, 3),
+        ([], 0, 0),
+        ([-1], 0, 0),
+    ],
+)
+def test_a_prefix_ends_before_an_image_or_after_it(tokens: list[int], n: int, kept: int) -> None:
+    assert before_image(np.array(tokens, dtype=np.int32), n) == kept
