@@ -273,7 +273,7 @@ class StepPlanner:
         #    goes to the first prompt, so that this always progresses, and the rest to those with the fewest tokens
         #    left (shortest remaining first), to minimise TTFT. Tokens that a constraint forced after a sampled one
         #    count as prompt tokens, but a decoding request is never the first prompt.
-        grants = self._grant(requests, turn) if not turn.is_image else [self._grant_tile(*requests)]
+        grants = self._grant(requests, turn) if not turn.is_image else list(map(self._grant_tile, requests))
         # 2. If free cells do not suffice, idle ones are evicted, then the last running request is preempted.
         work, preempted = self._take_cells(grants, running, now)
         # 3. Drafted tokens get what is left of the step and of the cells.
