@@ -3,6 +3,7 @@
 A cell holds a token, its position and the set of sequence ids that use it, as in llama.cpp (`seq_rm`, `seq_cp`).
 A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. So does
 a wrong partial state, in models of a `kind` that has one: a hash of the tokens that were computed in the sequence.
+Tokens of images have their negative ids in their cells.
 What is computed with LoRA adapters has other tokens in its cells (`adapted`), and so has what was moved to other
 positions (`moved`). Constraints are followed by the real matcher, on a vocabulary of bytes. Tests choose which
 decodes fail. The state machine that tests the real backend (`tests/backend/test_state_machine.py`) tests this one
@@ -39,15 +40,17 @@ from llamaslot.base.backend import (
     check_runs,
 )
 from llamaslot.base.commands import Constraint
-from llamaslot.base.errors import ConfigError
+from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
+from llamaslot.base.images import ImageLayout, ImageSize, tile_ids
 from llamaslot.base.model import (
     Adapter,
     Capabilities,
     CheckpointSize,
     ModelInfo,
     Pooling,
+    Projector,
     RerankFormat,
     SegmentSize,
     StateKind,
@@ -67,8 +70,13 @@ WINDOW = 8
 N_VOCAB = 258
 N_TOKENS = 2**12
 """More than the tokens of any vocabulary, so that a cell can also have a number for the adapters."""
+MAX_EDGE = 4096
+"""Most pixels of an image's edge."""
 N_VECTOR, N_SCORES = 6, 2
 """Numbers of a vector, and scores of a reranker."""
+
+
+_MOVED = 2**60
 
 
 class FakeVocab:
@@ -110,8 +118,8 @@ class FakeVocab:
         return self.names[token].encode() if self.names[token] in self.added_tags else b""
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of all tokens, control tokens written out."""
-        return b"".join(self.names[t].encode() if t in self.names else bytes([t]) for t in tokens)
+        """Return the bytes of all tokens, control tokens written out, and none for those of images."""
+        return b"".join(self.names[t].encode() if t in self.names else bytes([t]) for t in tokens if t >= 0)
 
 
 @dataclass(slots=True)
@@ -183,6 +191,7 @@ class FakeBackend:
         attends_later: bool = False,
         n_adapters: int = 0,
         flash_attn: bool = True,
+        projector: bool | Literal["whole"] = False,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
@@ -209,12 +218,18 @@ class FakeBackend:
             pooling=pooling, embeds_whole=embeds_whole, rerank=rerank,
             n_vector=0 if not pooling else N_SCORES if pooling == "rank" else N_VECTOR,
             adapters=tuple(Adapter(f"{i}.gguf", f"digest-{i}", 0.0) for i in range(n_adapters)),
+            projector=Projector("mmproj.gguf", "projector", projector == "whole") if projector else None,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
         """Tokens after which a sequence has no logits."""
         self.bad_segments: set[int] = set()
         """Saved segments whose cells are bad once loaded."""
+        self.bad_images: set[bytes] = set()
+        """Files of images that cannot be encoded."""
+        self.n_tiles_encoded = 0
+        self._encoded: tuple[bytes, int] | None = None
+        """Image and number of the tile that was encoded last, whose embeddings are kept."""
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
         self.is_loaded = True
@@ -395,6 +410,33 @@ class FakeBackend:
 
     stats = BackendStats()
 
+    def image_layout(self, size: ImageSize) -> ImageLayout:
+        """Return a layout with up to 4 tiles, each between delimiters, or with one if tiles are computed whole."""
+        if self.info.projector is None:
+            raise NotSupportedError("this server takes no images: start it with --mmproj")
+        if min(size.width, size.height) < 1 or max(size.width, size.height) > MAX_EDGE:
+            raise InvalidRequestError(f"no tokens can be made of an image of {size.width} x {size.height} pixels")
+        n_tiles = 1 if self.info.projector.is_whole else min(1 + size.width // 64, 4)
+        runs: list[tuple[int, ...] | int] = [tuple(b"<i>")]
+        for _ in range(n_tiles):
+            runs += [3 + size.height % 5, (ord("|"),)]
+        return ImageLayout((*runs[:-1], tuple(b"</i>")))
+
+    def _encode(self, run: Run) -> bool:
+        """Check the ids of a tile and count its encoding, unless it is the last one; False if that fails."""
+        assert run.image is not None
+        assert run.tile is not None
+        tile = run.tile
+        ids = tile_ids(run.image.digest, tile.number, tile.end - tile.start)
+        if not np.array_equal(ids[run.start - tile.start :][: len(run.tokens)], run.tokens):
+            raise kv_ops.IllegalCallError("the tokens are not those of the tile")
+        if self._encoded != (run.image.digest, tile.number):
+            if run.image.data in self.bad_images:
+                return False
+            self._encoded = run.image.digest, tile.number
+            self.n_tiles_encoded += 1
+        return True
+
     def use_adapters(self, adapters: Adapters) -> None:
         """Have KV depend on these adapters from now on."""
         self._check_loaded()
@@ -406,6 +448,8 @@ class FakeBackend:
         """Place a batch in the pool, or fail as `failures` says."""
         self._check_loaded()
         check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
+        if runs[0].tile is not None and not self._encode(runs[0]):
+            return Decoded(Status.INVALID, sent(runs))
         self._unrotated.clear()
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
@@ -618,21 +662,35 @@ class FakeBackend:
 
 
 def adapted(token: int, adapters: Adapters) -> int:
-    """Return what a cell has of a token that was computed with these adapters."""
-    return token + (1 + _digest(adapters) % 2**18) * N_TOKENS if adapters else token
+    """Return what a cell has of a token, which may be an image's, that was computed with these adapters."""
+    if not adapters:
+        return token
+    return token + (1 + _digest(adapters) % 2**18) * N_TOKENS if token >= 0 else _marked(token, adapters)
 
 
-def moved(token: int, discarded: Sequence[tuple[int, int]]) -> int:
+def moved(cell: int, discarded: Sequence[tuple[int, int]]) -> int:
     """Return what a cell has of a token that was moved after these (position, token) pairs were discarded.
 
-    It depends on them, and is negative, unlike that of any token that was computed where it is.
+    It depends on them, and is unlike that of any token that was computed where it is (`is_moved`).
     """
-    return ~(token_of(token) + _digest((token, discarded)) % 2**18 * N_TOKENS)
+    return _marked(token_of(cell), (cell, discarded)) - _MOVED
+
+
+def is_moved(cell: int) -> bool:
+    """Return true for a token that was computed at another position."""
+    return cell < -_MOVED
+
+
+def _marked(token: int, value: object) -> int:
+    """Return a number less than any token, from which `token_of` gets the token, and which depends on a value."""
+    return token + 2**31 - (1 + _digest(value) % 2**18) * 2**40
 
 
 def token_of(cell: int) -> int:
     """Return the token that was computed for a cell."""
-    return (~cell if cell < 0 else cell) % N_TOKENS
+    if cell >= 0:
+        return cell % N_TOKENS
+    return cell if cell >= -(2**31) else cell % 2**40 - 2**31
 
 
 def vector_of(row: int, n: int) -> bytes:

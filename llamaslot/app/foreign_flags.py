@@ -103,8 +103,11 @@ _WITHOUT_EFFECT = {
     "drafting is on by default (--speculate)": """
         --spec-default
     """,
-    "it is off": """
+    "a projector is never searched for: --mmproj names it": """
+        --mmproj-auto [LLAMA_ARG_MMPROJ_AUTO]
         --no-mmproj --no-mmproj-auto [LLAMA_ARG_NO_MMPROJ_AUTO]
+    """,
+    "it is off": """
         --no-ui-mcp-proxy --no-webui-mcp-proxy [LLAMA_ARG_NO_UI_MCP_PROXY]
         -no-ag --no-agent [LLAMA_ARG_NO_AGENT]
         --no-skip-chat-parsing [LLAMA_ARG_NO_SKIP_CHAT_PARSING]
@@ -120,22 +123,22 @@ _WITHOUT_EFFECT = {
 
 _REFUSED = {
     # Those of planned features come first; remove the lines of what becomes an option.
-    "images and audio are not supported yet; remove it to serve the model for text": """
-        -mm --mmproj FILE [LLAMA_ARG_MMPROJ]
+    "download the projector, and give it as --mmproj": """
         -mmu --mmproj-url URL [LLAMA_ARG_MMPROJ_URL]
-        --mmproj-auto [LLAMA_ARG_MMPROJ_AUTO]
-        --mmproj-offload [LLAMA_ARG_MMPROJ_OFFLOAD]
-        --no-mmproj-offload [LLAMA_ARG_NO_MMPROJ_OFFLOAD]
+        --vision-gemma-4b-default
+        --vision-gemma-12b-default
+    """,
+    "the projector is computed on the first GPU of --device, or with --no-mmproj-offload on the CPU": """
         -mmdev --mmproj-device DEVICE [MTMD_BACKEND_DEVICE]
-        --image-min-tokens N [LLAMA_ARG_IMAGE_MIN_TOKENS]
-        --image-max-tokens N [LLAMA_ARG_IMAGE_MAX_TOKENS]
+    """,
+    "an image is encoded by itself; remove it": """
         --mtmd-batch-max-tokens N [LLAMA_ARG_MTMD_BATCH_MAX_TOKENS]
+    """,
+    "audio, video and files of the server are not supported; send images in requests": """
         --video-fps N [LLAMA_ARG_VIDEO_FPS]
         --video-timestamp-interval MS [LLAMA_ARG_VIDEO_TIMESTAMP_INTERVAL]
         --video-ffmpeg-dir FOLDER [LLAMA_ARG_VIDEO_FFMPEG_DIR]
         --media-path FOLDER
-        --vision-gemma-4b-default
-        --vision-gemma-12b-default
     """,
     "prefixes are always reused, from any slot; chunks moved to other positions would not be exact; remove it": """
         --cache-reuse N [LLAMA_ARG_CACHE_REUSE]

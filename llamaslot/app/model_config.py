@@ -54,6 +54,10 @@ def check(config: Config) -> None:
         )
     if config.split_mode == "tensor":
         raise _error("--split-mode", "'tensor', an experiment of llama.cpp, is not supported; use layer or row")
+    if 0 < config.image_max_tokens < config.image_min_tokens:
+        raise _error("--image-max-tokens", "it is less than --image-min-tokens")
+    if config.mmproj and config.embeds:
+        raise _error("--mmproj", "vectors and scores are of texts alone; remove it, or --embeddings or --reranking")
     if config.rope_scale is not None and config.rope_freq_scale is not None:
         raise _error("--rope-scale", "give --rope-scale or --rope-freq-scale, which is 1 / --rope-scale, not both")
 

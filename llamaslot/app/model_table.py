@@ -72,8 +72,8 @@ SERVER_OPTIONS = frozenset(
     ]
 )
 """Options that all models of a server share."""
-MODEL_OPTIONS = ("hf_repo", "hf_file", "alias", "tags")
-"""Options that name one model, and so are for a server of one, or for a table."""
+MODEL_OPTIONS = ("hf_repo", "hf_file", "alias", "tags", "mmproj")
+"""Options that name one model, or belong to it, and so are for a server of one, or for a table."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _FIRST_PART = re.compile(r"-00001-of-\d{5}$")
 _PROJECTOR = "mmproj"

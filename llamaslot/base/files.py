@@ -2,10 +2,10 @@
 
 Only regular files are read: a pipe may never end.
 
-A model file is downloaded and not trusted, nor is a LoRA adapter. llama.cpp reads what its metadata announces into
-memory, several times larger than in the file, and a sparse file can announce what no disk would hold; so the
-metadata is bounded first. Models that cannot be served are refused by their metadata too, before their weights are
-read.
+A model file is downloaded and not trusted, nor is a LoRA adapter or a projector. llama.cpp reads what its metadata
+announces into memory, several times larger than in the file, and a sparse file can announce what no disk would
+hold; so the metadata is bounded first. Models that cannot be served are refused by their metadata too, before their
+weights are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
@@ -60,12 +60,13 @@ _MAX_LAYERS = 2**16
 _KEPT = (
     *("attention.causal", "block_count", "nextn_predict_layers"),
     *("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"),
+    *("general.alignment", "clip.has_vision_encoder"),
 )
-"""Keys of an architecture whose numbers are checked."""
+"""Keys whose numbers are checked, without the architecture's name."""
 _ARCHITECTURE = "general.architecture"
 _TEXTS = (
     *(_ARCHITECTURE, _TOKENIZER_KEY, "general.type", "adapter.type"),
-    *("adapter.lora.task_name", "adapter.lora.prompt_prefix"),
+    *("adapter.lora.task_name", "adapter.lora.prompt_prefix", "clip.projector_type", "clip.vision.projector_type"),
 )
 """Keys whose texts are kept."""
 _ALPHA, _INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
@@ -77,6 +78,8 @@ _NVFP4 = 40
 """A type of tensors to which llama.cpp cannot apply adapters."""
 _LORA_A, _LORA_B = ".lora_a", ".lora_b"
 _EMBEDDING_TENSOR, _OUTPUT_TENSOR = "token_embd.weight", "output.weight"
+_ALIGNMENT = 32
+"""Bytes to whose multiples tensors are aligned, unless a file has another number."""
 _HEADER = struct.Struct("<4sIQQ")
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -99,6 +102,11 @@ _NOT_SERVED = {
     "t5encoder": _NO_TEXT.format("an encoder"),
 }
 """Reasons by architecture; `{}` stands for its name."""
+_PROJECTORS_NOT_SERVED = {
+    "deepseek4v": "how many tokens an image has depends on its place in the prompt",
+    "hunyuanvl": "positions of its images have several dimensions",
+}
+"""Reasons by type (fact 45)."""
 _ROPE_SCALING = ("none", "linear", "yarn", "longrope")
 """At any other type llama.cpp aborts (fact 39)."""
 _WITHOUT_EXPERTS = ("hunyuan-dense", "hunyuan_vl")
@@ -162,6 +170,28 @@ def read_adapter(path: Path, model: Path) -> Mapping[str, str]:
     return adapter.texts
 
 
+def read_projector(path: Path) -> Mapping[str, Tensor]:
+    """Return the tensors of a projector of images by name; raises `ConfigError` if it is none, or not supported."""
+    flag = "--mmproj"
+    if not path.exists():
+        raise ConfigError(f"{flag}: there is no file {path}", param=flag)
+    try:
+        found = _read_metadata(path)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error.message}", param=flag) from None
+    kind = found.texts.get("clip.projector_type") or found.texts.get("clip.vision.projector_type", "")
+    reason = ""
+    if found.texts.get(_ARCHITECTURE) != "clip":
+        reason = "is not a projector (mmproj file)"
+    elif not found.number("clip.has_vision_encoder"):
+        reason = "is not for images, but for audio, which is not supported"
+    elif kind in _PROJECTORS_NOT_SERVED:
+        reason = f"is of a kind that is not supported ({kind}): {_PROJECTORS_NOT_SERVED[kind]}"
+    if reason:
+        raise ConfigError(f"{flag}: {path} {reason}", param=flag)
+    return found.tensors
+
+
 def _why_no_adapter(adapter: _Metadata, architecture: str) -> str:
     """Return why a file is no adapter for models of an architecture; empty if it is one."""
     kind, own = adapter.texts.get("adapter.type"), adapter.texts.get(_ARCHITECTURE)
@@ -174,7 +204,7 @@ def _why_no_adapter(adapter: _Metadata, architecture: str) -> str:
     return "" if adapter.kinds.get(_ALPHA, _FLOAT) == _FLOAT else f"is damaged or hostile: {_ALPHA} is not a float"
 
 
-def _why_unfitting(adapter: Mapping[str, _Tensor], model: Mapping[str, _Tensor]) -> str:
+def _why_unfitting(adapter: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str:
     """Return why an adapter's tensors do not fit those of a model; empty if they do, or if llama.cpp says it."""
     for name in adapter:
         stem = name.removesuffix(_LORA_A).removesuffix(_LORA_B)
@@ -231,12 +261,14 @@ def parts(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class Tensor:
     """A tensor of a file."""
 
     shape: tuple[int, ...]
     """`MAX_DIMENSIONS` numbers; those after its own dimensions are 1."""
     kind: int
+    start: int
+    """Bytes of the file before its data."""
 
 
 class _Metadata:
@@ -261,7 +293,7 @@ class _Metadata:
         """Types of values by key."""
         self._numbers: dict[str, int] = {}
         """Integers and booleans by key; of a list of them by layer, the largest."""
-        self.tensors: dict[str, _Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def read(self) -> bool:
         """Read it; returns False for another version of the format. Raises `ConfigError` if it is out of bounds."""
@@ -280,10 +312,15 @@ class _Metadata:
             self._bound(n_dimensions, MAX_DIMENSIONS, f"dimensions in tensor {name}")
             shape = [self._number(_U64) for _ in range(n_dimensions)]
             more = [1] * (MAX_DIMENSIONS - n_dimensions)
-            self.tensors[name] = _Tensor((*shape, *more), self._number(_U32))
-            # Where its data begin.
-            self._skip(8)
+            self.tensors[name] = Tensor((*shape, *more), self._number(_U32), self._number(_U64))
+        alignment = self.number("general.alignment") or _ALIGNMENT
+        first = -(-(self._n_passed + self._at) // alignment) * alignment
+        self.tensors = {name: replace(each, start=first + each.start) for name, each in self.tensors.items()}
         return True
+
+    def number(self, key: str) -> int:
+        """Return a number; 0 if it is missing."""
+        return self._numbers.get(key, 0)
 
     def check(self) -> None:
         """Read a model's, and raise `ConfigError` for what is out of bounds, or cannot be served."""

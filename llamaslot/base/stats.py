@@ -392,6 +392,8 @@ class BackendStats(msgspec.Struct):
     """Threads that a step of few tokens computes with."""
     page_locked_bytes: int = 0
     """Page-locked host memory for KV, in use or not."""
+    n_tiles_encoded: int = 0
+    """Tiles of images that the projector has computed."""
 
 
 class EngineState(msgspec.Struct):

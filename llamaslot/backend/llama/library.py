@@ -42,7 +42,8 @@ _watching: list[bool] = []
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
-def _on_log(level: int, text: bytes | None, _user: Any) -> None:
+def on_log(level: int, text: bytes | None, _user: Any) -> None:
+    """Take a line of llama.cpp's log, or libmtmd's."""
     if level == _DEBUG:
         return
     line = (text or b"").decode(errors="replace").strip()
@@ -68,7 +69,7 @@ def _hides_gpus() -> bool:
 
 def initialise() -> None:
     """Load the library's backends and redirect its log. May be called again."""
-    llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
+    llama_cpp.llama_log_set(on_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
 

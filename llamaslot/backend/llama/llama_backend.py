@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import msgspec
@@ -39,10 +39,11 @@ from llamaslot.base.backend import (
     check_runs,
 )
 from llamaslot.base.commands import Constraint
-from llamaslot.base.errors import ConfigError
+from llamaslot.base.errors import ConfigError, NotSupportedError
 from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
+from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.model import (
     CPU,
     NOT_YET,
@@ -50,11 +51,17 @@ from llamaslot.base.model import (
     CheckpointSize,
     ModelFile,
     ModelInfo,
+    Projector,
     SegmentSize,
     StateKind,
 )
 from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from llamaslot.backend.llama.projector import ImageProjector
 
 _MAX_VIEWS = 1024
 
@@ -68,24 +75,27 @@ class LlamaBackend:
     """Adapters that the context has."""
     _has_vectors = False
     """True if the outputs of the last decode are vectors."""
+    _projector: ImageProjector | None = None
+    _n_tiles_encoded = 0
+    """Those of projectors that were freed."""
 
     def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
-        n_threads = settings.n_threads or host_cpus().n_threads
         self._closed = self._is_unloaded = False
         self._settings = settings
-        self._n_threads = n_threads
+        self._n_threads = settings.n_threads or host_cpus().n_threads
         # On a GPU few threads have something to do, and reading the CPU times would only delay its steps.
         chooses = library.device_used(loading.gpus(settings)) == CPU and not (
             settings.n_threads or settings.n_threads_batch
         )
-        self._threads = StepThreads(n_threads) if chooses else None
+        self._threads = StepThreads(self._n_threads) if chooses else None
         # `ModelInfo.kv_files`, in the version that is loaded next.
         files = _files(settings)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
             # Before the pool, which gets what memory they leave.
             self._adapters, adapters = loading.load_adapters(self._model, settings)
+            projector = self._load_projector()
             settings = self._settings = loading.for_vectors(self._model, settings)
             n_cache_seqs, n_seqs = self._sequences()
             # Other threads may use the vocabulary while the model is unloaded.
@@ -96,9 +106,11 @@ class LlamaBackend:
             )
             n_ctx, n_rollback, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
             settings = self._settings = replace(settings, n_rollback=n_rollback)
-            made = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
+            made = loading.make_context(
+                self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads
+            )
         except ConfigError:
-            llama_cpp.llama_model_free(self._model)
+            self._free_model()
             raise
         self._chains = DeviceChains(self.vocab.n_tokens, partial(sizing.free_bytes, settings))
         self._use(made)
@@ -106,7 +118,9 @@ class LlamaBackend:
         eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
         tokenizer = ConstraintTokenizer(self.vocab)
         self._constraints = ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=self.vocab.n_tokens, eog=eog)
-        self.info = self._describe(settings, made, n_cache_seqs, sizing=size, kv_files=files, adapters=adapters)
+        self.info = self._describe(
+            settings, made, n_cache_seqs, sizing=size, kv_files=files, adapters=adapters, projector=projector
+        )
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._rows: dict[int, tuple[int, list[int]]] = {}
@@ -192,14 +206,19 @@ class LlamaBackend:
         self._check_open()
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
+        status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
+        embeddings = None
+        if runs[0].tile is not None:
+            embeddings = self._tile_embeddings(runs[0])
+            if embeddings is None:
+                return Decoded(Status.INVALID, sent)
         self._chains.prepare(runs, draws)
         *earlier, last = self._batches(runs)
-        status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
         for batch in earlier:
             status = self._compute(batch)
             sent |= self._batch.sent()
         if status is Status.OK:
-            status = self._compute(last, embeds=self._has_vectors)
+            status = self._compute(last, embeds=self._has_vectors, embeddings=embeddings)
             for seq, (first, n) in self._batch.sent().items():
                 n_before = sent[seq][1]
                 sent[seq] = first - n_before, n_before + n
@@ -237,15 +256,33 @@ class LlamaBackend:
                 last.append(replace(run, start=run.start + n, tokens=run.tokens[n:]))
         return [before, last]
 
-    def _compute(self, runs: Sequence[Run], *, embeds: bool = False) -> Status:
-        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller."""
-        self._rows, self._targets = self._batch.fill(runs, has_outputs=embeds)
+    def image_layout(self, size: ImageSize) -> ImageLayout:
+        """Return the tokens of an image of a size."""
+        if self._projector is None:
+            raise NotSupportedError("this server takes no images: start it with --mmproj")
+        return self._projector.layout(size)
+
+    def _compute(
+        self, runs: Sequence[Run], *, embeds: bool = False, embeddings: npt.NDArray[np.float32] | None = None
+    ) -> Status:
+        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller.
+
+        `embeddings` are those of a tile.
+        """
+        self._rows, self._targets = self._batch.fill(runs, has_outputs=embeds, embeddings=embeddings)
         if self.info.pooling:
             llama_cpp.llama_set_embeddings(self._context, embeds)
         if self._threads is not None:
             n_threads = self._threads.choose(sum(len(run.tokens) for run in runs))
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
-        code = llama_cpp.llama_decode(self._context, self._batch.struct)
+        is_whole = embeddings is not None and self._projector is not None and self._projector.is_whole
+        try:
+            if is_whole:
+                llama_cpp.llama_set_causal_attn(self._context, False)
+            code = llama_cpp.llama_decode(self._context, self._batch.struct)
+        finally:
+            if is_whole:
+                llama_cpp.llama_set_causal_attn(self._context, True)
         if self._threads is not None:
             self._threads.ended_at = perf_counter()
         if code == 0:
@@ -254,10 +291,25 @@ class LlamaBackend:
             self._kv.states.decoded(run.seq for run in runs)
         return _status(code)
 
+    def _tile_embeddings(self, run: Run) -> npt.NDArray[np.float32] | None:
+        """Return what is computed in place of the tokens of a tile; None if that fails."""
+        projector, image, tile = self._projector, run.image, run.tile
+        assert projector is not None
+        assert image is not None
+        assert tile is not None
+        found = projector.encode(image, tile.number)
+        if found is None:
+            return None
+        if len(found) != tile.end - tile.start:
+            raise kv_ops.IllegalCallError(f"a tile of {len(found)} tokens at {tile.end - tile.start} positions")
+        return found[run.start - tile.start :][: len(run.tokens)]
+
     @property
     def stats(self) -> BackendStats:
         """Statistics as of now."""
         return BackendStats(
+            n_tiles_encoded=self._n_tiles_encoded
+            + (self._projector.n_encoded if self._projector is not None else 0),
             n_device_sampled=self._chains.n_sampled,
             n_sampler_changes=self._chains.n_set,
             n_step_threads=self._n_threads if self._threads is None else self._threads.n_small,
@@ -271,9 +323,11 @@ class LlamaBackend:
     def new_sampler(
         self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
     ) -> LlamaSampler | DeviceSampler:
-        """Create a sampler whose penalties take the tokens of `history` into account."""
+        """Create a sampler whose penalties take the tokens of `history` into account, but not those of images."""
         if not isinstance(constraint, Compiled | None):
             raise kv_ops.IllegalCallError("a foreign constraint")
+        if self._projector is not None:
+            history = history[history >= 0]
         if self.info.samples_on_device and constraint is None:
             return self._device_sampler(sampling, history) or self._host_sampler(sampling, history)
         return self._host_sampler(sampling, history, constraint)
@@ -437,6 +491,8 @@ class LlamaBackend:
             self._adapters, adapters = loading.load_adapters(self._model, settings)
             if adapters != self.info.adapters:
                 raise RuntimeError("a file of --lora was changed since it was loaded first")
+            if self._load_projector() != self.info.projector:
+                raise RuntimeError("the file of --mmproj was changed since it was loaded first")
             self._remake(unified=self.info.unified)
             self._is_unloaded = False
             self._compute_once()
@@ -462,7 +518,20 @@ class LlamaBackend:
         self._context = self._memory = None
         self._rows, self._targets, self._views = {}, {}, {}
 
+    def _load_projector(self) -> Projector | None:
+        """Load the projector of the settings, if any, and return facts about it; raises `ConfigError`."""
+        if self._settings.mmproj is None:
+            return None
+        from llamaslot.backend.llama import projector  # noqa: PLC0415 - its libraries cost time and memory
+
+        self._projector, facts = projector.load(self._model, self._settings, self._n_threads)
+        return facts
+
     def _free_model(self) -> None:
+        if self._projector is not None:
+            self._n_tiles_encoded += self._projector.n_encoded
+            self._projector.close()
+            self._projector.n_encoded = 0
         llama_cpp.llama_model_free(self._model)
         self._model = None
 
@@ -802,6 +871,8 @@ class Batch:
 
     def __init__(self, size: int) -> None:
         self._tokens = np.zeros(size, dtype=np.int32)
+        self._embeddings: npt.NDArray[np.float32] | None = None
+        """Those of the last batch, if it was of a tile."""
         self._positions = np.zeros(size, dtype=np.int32)
         self._n_seq_id = np.ones(size, dtype=np.int32)
         self._seqs = np.zeros(size, dtype=np.int32)
@@ -819,9 +890,15 @@ class Batch:
         )
 
     def fill(
-        self, runs: Sequence[Run], *, has_outputs: bool = False
+        self,
+        runs: Sequence[Run],
+        *,
+        has_outputs: bool = False,
+        embeddings: npt.NDArray[np.float32] | None = None,
     ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, Tokens]]]:
         """Write the runs one after another; with `has_outputs` every token has an output.
+
+        `embeddings` stand in place of the tokens, whose ids llama.cpp must not see.
 
         Returns, by sequence id, the first row of logits to sample from and the draft, and the first row and
         tokens to be scored.
@@ -843,6 +920,9 @@ class Batch:
                 self._output[first:at] = 1
                 rows[run.seq] = first, self._tokens[first + 1 : at].tolist()
         self.struct.n_tokens = at
+        self._embeddings = embeddings
+        self.struct.token = _as(self._tokens, ctypes.c_int32) if embeddings is None else None
+        self.struct.embd = _as(embeddings, ctypes.c_float) if embeddings is not None else None
         return rows, targets
 
     def sent(self) -> dict[int, tuple[int, int]]:

@@ -34,7 +34,7 @@ PADDING = 256
 MIN_PART = 512
 """Fewest cells of a slot with which a pool may be partitioned at run time."""
 _MOST_CELLS = 2**31
-_FLASH_ATTN = {
+FLASH_ATTN = {
     "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
@@ -175,6 +175,13 @@ class LlamaSettings:
     """Keys and values in place of those of the model file's metadata."""
     adapters: tuple[tuple[Path, float], ...] = ()
     """Files of LoRA adapters, each with its scale at start."""
+    mmproj: Path | None = None
+    """File of the projector of images; None if prompts are text."""
+    mmproj_offload: bool = True
+    """Compute it on a GPU, if there is one."""
+    image_min_tokens: int = 0
+    image_max_tokens: int = 0
+    """Fewest and most tokens of an image, for models that take images of any size; 0 for the file's numbers."""
     rope: Rope = Rope()
     flash_attn: Literal["auto", "on", "off"] = "auto"
     backend_sampling: bool | None = None
@@ -279,7 +286,7 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
         if stopped:
             raise LoadingStopped
         if not model:
-            reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({_reason(errors)})"
+            reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({reason_of(errors)})"
             raise ConfigError(f"cannot load {settings.model}: {reason}", param="--model")
         n_mapped = logged_bytes("_Mapped model buffer", lines)
         reason = _check_overrides(settings, lines)
@@ -312,7 +319,7 @@ def load_adapters(model: Any, settings: LlamaSettings) -> tuple[list[Any], tuple
         with library.watched() as (_, errors):
             handle = llama_cpp.llama_adapter_lora_init(model, os.fsencode(path))
             if not handle:
-                raise ConfigError(f"--lora: cannot load {path}: {_reason(errors)}", param="--lora")
+                raise ConfigError(f"--lora: cannot load {path}: {reason_of(errors)}", param="--lora")
         if ModelFile.of(path) != before:
             raise ConfigError(f"--lora: {path} was changed while it was loaded", param="--lora")
         handles.append(handle)
@@ -449,7 +456,7 @@ def load_vocab(path: Path, overrides: Sequence[tuple[str, MetadataValue]] = ()) 
     with library.watched() as (_, errors):
         if model := _loaded(path, params):
             return model
-        raise ConfigError(f"cannot load the vocabulary of {path}: {_reason(errors)}", param="--model")
+        raise ConfigError(f"cannot load the vocabulary of {path}: {reason_of(errors)}", param="--model")
 
 
 def load_structure(path: Path) -> Any:
@@ -464,7 +471,7 @@ def load_structure(path: Path) -> Any:
     with library.watched(quiet=True) as (_, errors):
         if model := _loaded(path, params):
             return model
-        raise ConfigError(f"cannot load {path}: {_reason(errors)}", param="--model")
+        raise ConfigError(f"cannot load {path}: {reason_of(errors)}", param="--model")
 
 
 def _loaded(path: Path, params: Any) -> Any:
@@ -500,7 +507,7 @@ def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int
         if not context:
             raise ConfigError(
                 f"llama.cpp cannot create a KV pool of {params.n_ctx:,} cells, probably for lack of memory: "
-                f"{_reason(errors)}; lower --ctx-size",
+                f"{reason_of(errors)}; lower --ctx-size",
                 param="--ctx-size",
             )
         n_ubatch = llama_cpp.llama_n_ubatch(context)
@@ -620,7 +627,7 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
     params.n_outputs_max = n_seqs
     params.n_threads = n_threads
     params.n_threads_batch = settings.n_threads_batch or n_threads
-    params.flash_attn_type = _FLASH_ATTN[settings.flash_attn]
+    params.flash_attn_type = FLASH_ATTN[settings.flash_attn]
     params.kv_unified = settings.unified
     # The library's default is True, which gives layers with a sliding window as many cells as the others (fact 23).
     params.swa_full = settings.swa_full
@@ -718,5 +725,6 @@ def _prompt_by_builtin(template: bytes) -> bytes:
     return buffer.raw[: max(n, 0)]
 
 
-def _reason(errors: Any) -> str:
+def reason_of(errors: Any) -> str:
+    """Return the first error that llama.cpp logged while it was watched."""
     return errors[0] if errors else "llama.cpp gave no reason"

@@ -141,6 +141,7 @@ def _fitting(
     if settings.max_bytes:
         # Less than that would be of no use: other models make place for such a pool.
         left = settings.max_bytes - llama_cpp.llama_model_size(model) - _COMPUTE_BYTES
+        left -= settings.mmproj.stat().st_size if settings.mmproj is not None else 0
         left = (left - sum(place.fixed for place in places)) * n_parts // n_streams
         most = min(most, max(left // sum(place.cell_bytes for place in growing), settings.n_slots * _MIN_SLOT))
     return pool_size(growing, fraction=settings.kv_mem_fraction, most=most, n_parts=n_parts, n_streams=n_streams)

@@ -176,8 +176,8 @@ class LlamaVocab:
         return piece
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of `tokens` as bytes, including that of control tokens."""
-        return b"".join(self._piece(token, special=True) for token in tokens)
+        """Return the text of `tokens` as bytes, including that of control tokens; tokens of images have none."""
+        return b"".join(self._piece(token, special=True) for token in tokens if token >= 0)
 
     def texts(self) -> list[bytes]:
         """Return the text of each single token, including control tokens, without a space put before texts."""

@@ -1,0 +1,363 @@
+"""The projector of images (`--mmproj`), which llama.cpp's libmtmd loads and computes.
+
+libmtmd checks little of a file: at shapes, types and numbers that it does not expect it ends the process. So a file
+is tried in a process of its own before it is loaded here, with the model's vocabulary alone and images of many
+sizes (`_try`). It also ends the process at images of extreme sizes, which are refused here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from llamaslot.backend.llama import library, loading
+from llamaslot.backend.llama.capabilities import MROPE
+from llamaslot.backend.llama.loading import LlamaSettings
+from llamaslot.base import model as base_model
+from llamaslot.base.errors import ConfigError, InvalidRequestError
+from llamaslot.base.files import Tensor, open_regular, read_projector
+from llamaslot.base.image_files import decode
+from llamaslot.base.images import Delimiters, ImageLayout, ImageSize, PromptImage
+from llamaslot.base.kv_ops import IllegalCallError
+from llamaslot.base.model import ModelFile
+
+_log = structlog.get_logger(__name__)
+
+MAX_PIXELS = 2**26
+"""Most pixels of an image: decoded and copied they take half a gigabyte."""
+MAX_EDGE = 2**15
+"""Most pixels of an edge; libmtmd ends the process at 46,000."""
+MAX_RATIO = 200
+"""Most times that an edge is longer than the other one. libmtmd scales the longer one to some hundred pixels, and
+ends the process if the other one vanishes; Qwen-VL's own preprocessing has the same limit.
+"""
+MAX_MIN_TOKENS, MAX_MAX_TOKENS = 2**12, 2**16
+"""Largest `--image-min-tokens` and `--image-max-tokens`: an image as narrow as it may be, that is enlarged to the
+former, stays within libmtmd's longest edge.
+"""
+_KEPT_BYTES = 64 * 2**20
+"""Most bytes of embeddings that are kept, those of the last tile apart."""
+_TRY_TIMEOUT_S = 120
+_FLAG = "--mmproj"
+
+Embeddings = npt.NDArray[np.float32]
+
+
+class ImageProjector:
+    """A loaded projector. `layout` may be called from any thread, the others from that of the backend."""
+
+    def __init__(self, handle: Any, *, width: int, n_ubatch: int, is_whole: bool) -> None:
+        self._handle = handle
+        self._width = width
+        self._n_ubatch = n_ubatch
+        self.is_whole = is_whole
+        self.n_encoded = 0
+        """Tiles encoded since it was loaded first."""
+        self._lock = Lock()
+        """Held while a layout is made, so that nothing is freed meanwhile."""
+        self._image: tuple[bytes, Any] | None = None
+        """Digest and preprocessed tiles (libmtmd's chunks) of the image that was encoded last."""
+        self._tiles: OrderedDict[tuple[bytes, int], Embeddings] = OrderedDict()
+        """Embeddings of tiles by image and number, those used last at the end."""
+
+    def layout(self, size: ImageSize) -> ImageLayout:
+        """Return the tokens of an image of a size; raises `InvalidRequestError`."""
+        check_size(size)
+        with self._lock:
+            if self._handle is None:
+                raise IllegalCallError("the model is not loaded")
+            with _tokenized(self._handle, size, None) as chunks:
+                runs = tuple(run for run, _ in _runs(chunks))
+        layout = ImageLayout(runs)
+        tiles = [run for run in runs if isinstance(run, int)]
+        if min(tiles, default=0) < 1:
+            raise InvalidRequestError(f"the model makes no tokens of an image of {_shown(size)} pixels")
+        if self.is_whole and max(tiles) > self._n_ubatch:
+            raise InvalidRequestError(
+                f"an image of {_shown(size)} pixels has {max(tiles)} tokens that must be computed in one step, "
+                f"and a step has {self._n_ubatch}: raise --ubatch-size, or lower --image-max-tokens"
+            )
+        return layout
+
+    def encode(self, image: PromptImage, number: int) -> Embeddings | None:
+        """Return the embeddings of a tile (float32, tokens x width of the model's input). They must not be changed.
+
+        None, with the reason in the log, if the file cannot be decoded, or llama.cpp cannot compute them.
+        """
+        key = image.digest, number
+        found = self._tiles.pop(key, None)
+        if found is None:
+            found = self._encode(image, number)
+            if found is None:
+                return None
+            self.n_encoded += 1
+        self._tiles[key] = found
+        while len(self._tiles) > 1 and sum(each.nbytes for each in self._tiles.values()) > _KEPT_BYTES:
+            self._tiles.popitem(last=False)
+        return found
+
+    def _encode(self, image: PromptImage, number: int) -> Embeddings | None:
+        mtmd = _mtmd()
+        try:
+            chunks = self._chunks(image)
+        except Exception as error:
+            _log.error("an image cannot be decoded", error=str(error))
+            return None
+        tiles = [chunk for run, chunk in _runs(chunks) if isinstance(run, int)]
+        if number >= len(tiles):
+            raise IllegalCallError(f"the image has {len(tiles)} tiles, so none of number {number}")
+        if mtmd.mtmd_encode_chunk(self._handle, tiles[number]):
+            _log.error("llama.cpp cannot encode an image")
+            return None
+        shape = mtmd.mtmd_input_chunk_get_n_tokens(tiles[number]), self._width
+        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), shape).copy()
+
+    def _chunks(self, image: PromptImage) -> Any:
+        """Return the preprocessed tiles of an image, which are kept until those of another are asked for."""
+        if self._image is not None and self._image[0] == image.digest:
+            return self._image[1]
+        self._drop_image()
+        size, pixels = decode(image.data)
+        check_size(size)
+        chunks = _tokenize(self._handle, size, pixels)
+        self._image = image.digest, chunks
+        return chunks
+
+    def _drop_image(self) -> None:
+        if self._image is not None:
+            _mtmd().mtmd_input_chunks_free(self._image[1])
+            self._image = None
+
+    def close(self) -> None:
+        """Free it, before the model. May be called again."""
+        self._drop_image()
+        self._tiles.clear()
+        with self._lock:
+            handle, self._handle = self._handle, None
+        if handle is not None:
+            _mtmd().mtmd_free(handle)
+
+
+def load(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[ImageProjector, base_model.Projector]:
+    """Load the projector of `settings.mmproj` for a model; raises `ConfigError`."""
+    path = settings.mmproj
+    assert path is not None
+    if settings.embeds:
+        raise _error("vectors and scores are computed of texts alone, so not with --embeddings or --reranking")
+    if llama_cpp.llama_model_rope_type(model) in MROPE:
+        raise _error(
+            f"{settings.model} counts positions of images in several dimensions (M-RoPE): not supported yet"
+        )
+    before = ModelFile.of(path)
+    read_projector(path)
+    digest = _digest(path, settings)
+    _try(path, settings, digest)
+    handle = _open(path, model, settings, n_threads)
+    width = llama_cpp.llama_model_n_embd_inp(model)
+    is_whole = _mtmd().mtmd_decode_use_non_causal(handle, None)
+    projector = ImageProjector(handle, width=width, n_ubatch=settings.n_ubatch, is_whole=is_whole)
+    try:
+        if ModelFile.of(path) != before:
+            raise _error(f"{path} was changed while it was loaded")
+        _check_delimiters(projector, settings)
+    except ConfigError:
+        projector.close()
+        raise
+    return projector, base_model.Projector(str(path), digest, is_whole)
+
+
+def check_size(size: ImageSize) -> None:
+    """Raise `InvalidRequestError` for a size at which libmtmd would end the process, or that is too large."""
+    least, most = sorted((size.width, size.height))
+    if least < 1:
+        raise InvalidRequestError(f"an image of {_shown(size)} pixels is empty")
+    if most > MAX_EDGE or least * most > MAX_PIXELS:
+        raise InvalidRequestError(
+            f"an image of {_shown(size)} pixels is too large: at most {MAX_PIXELS:,} are accepted, {MAX_EDGE:,} of "
+            "an edge"
+        )
+    if most > MAX_RATIO * least:
+        raise InvalidRequestError(
+            f"an image of {_shown(size)} pixels is too narrow: at most 1:{MAX_RATIO} is accepted"
+        )
+
+
+def _shown(size: ImageSize) -> str:
+    return f"{size.width} x {size.height}"
+
+
+def _error(reason: str) -> ConfigError:
+    return ConfigError(f"{_FLAG}: {reason}", param=_FLAG)
+
+
+def _mtmd() -> Any:
+    """Return the bindings of libmtmd, which is loaded only if there is a projector."""
+    from llama_cpp import mtmd_cpp  # noqa: PLC0415 - costs time and memory
+
+    return mtmd_cpp
+
+
+def _digest(path: Path, settings: LlamaSettings) -> str:
+    """Return `Projector.digest`; raises `ConfigError`."""
+    try:
+        with open_regular(path) as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    except OSError as error:
+        raise _error(f"cannot read {path}: {error.strerror}") from None
+    digest.update(f"{settings.image_min_tokens} {settings.image_max_tokens}".encode())
+    return digest.hexdigest()
+
+
+def _open(path: Path, model: Any, settings: LlamaSettings, n_threads: int) -> Any:
+    """Return a context of libmtmd; raises `ConfigError`."""
+    mtmd = _mtmd()
+    library.initialise()
+    mtmd.mtmd_log_set(library.on_log, ctypes.c_void_p(0))
+    params = mtmd.mtmd_context_params_default()
+    gpus = loading.gpus(settings) if settings.mmproj_offload else []
+    params.use_gpu = bool(gpus)
+    params.device = gpus[0].handle if gpus else None
+    params.print_timings = False
+    params.n_threads = settings.n_threads_batch or n_threads
+    params.flash_attn_type = loading.FLASH_ATTN[settings.flash_attn]
+    # -1 stands for the numbers of the file.
+    params.image_min_tokens = settings.image_min_tokens or -1
+    params.image_max_tokens = settings.image_max_tokens or -1
+    with library.watched() as (_, errors):
+        handle = mtmd.mtmd_init_from_file(os.fsencode(path), model, params)
+        if not handle:
+            raise _error(f"cannot load {path} for {settings.model}: {loading.reason_of(errors)}")
+    if not mtmd.mtmd_support_vision(handle):
+        mtmd.mtmd_free(handle)
+        raise _error(f"{path} is not for images")
+    return handle
+
+
+def _check_delimiters(projector: ImageProjector, settings: LlamaSettings) -> None:
+    """Raise `ConfigError` if the vocabulary lacks what is put between the tiles."""
+    for size in (ImageSize(16, 16), ImageSize(2048, 1024)):
+        with contextlib.suppress(InvalidRequestError):
+            for run in projector.layout(size).runs:
+                if not isinstance(run, int) and min(run) < 0:
+                    raise _error(
+                        f"the vocabulary of {settings.model} lacks tokens that {settings.mmproj} puts between "
+                        "tiles: they do not belong together"
+                    )
+
+
+def _tokenize(handle: Any, size: ImageSize, pixels: bytes | None) -> Any:
+    """Return libmtmd's chunks of an image, to be freed; without pixels they only have numbers of tokens.
+
+    Raises `InvalidRequestError`.
+    """
+    mtmd = _mtmd()
+    if pixels is not None and len(pixels) != 3 * size.width * size.height:
+        raise IllegalCallError("an image of another size than its pixels")
+    data = ctypes.cast(ctypes.c_char_p(pixels), ctypes.POINTER(ctypes.c_uint8)) if pixels is not None else None
+    bitmap = mtmd.mtmd_bitmap_init(size.width, size.height, data)
+    chunks = mtmd.mtmd_input_chunks_init()
+    part = mtmd.mtmd_input_part(None, bitmap)
+    parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+    failed = mtmd.mtmd_tokenize_from_parts(handle, chunks, parts, 1, False)
+    mtmd.mtmd_bitmap_free(bitmap)
+    if failed:
+        mtmd.mtmd_input_chunks_free(chunks)
+        raise InvalidRequestError(f"llama.cpp makes no tokens of an image of {_shown(size)} pixels")
+    return chunks
+
+
+@contextlib.contextmanager
+def _tokenized(handle: Any, size: ImageSize, pixels: bytes | None) -> Iterator[Any]:
+    chunks = _tokenize(handle, size, pixels)
+    try:
+        yield chunks
+    finally:
+        _mtmd().mtmd_input_chunks_free(chunks)
+
+
+def _runs(chunks: Any) -> Iterator[tuple[Delimiters | int, Any]]:
+    """Yield the delimiters, or the number of tokens of a tile, of each chunk, and the chunk."""
+    mtmd = _mtmd()
+    for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+        chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+        if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            n = ctypes.c_size_t()
+            tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+            yield tuple(tokens[: n.value]), chunk
+        else:
+            yield int(mtmd.mtmd_input_chunk_get_n_tokens(chunk)), chunk
+
+
+@lru_cache(maxsize=8)  # A reload of the same file need not try it again.
+def _tried(path: Path, model: Path, limits: tuple[int, int], _digest: str) -> str:
+    """Return why a projector cannot be used; empty if it can."""
+    command = [sys.executable, "-P", "-m", __name__, str(path), str(model), *map(str, limits)]
+    # It needs no GPU, and to begin with one takes time and memory.
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=_TRY_TIMEOUT_S, check=False, env=os.environ | hidden
+        )
+    except subprocess.TimeoutExpired:
+        return f"{path} is damaged or hostile: llama.cpp does not finish loading it"
+    if done.returncode == 0:
+        return ""
+    if done.returncode == 2:
+        return done.stdout.decode(errors="replace").strip()
+    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if "GGML_ASSERT" in line]
+    why = f" ({lines[0].strip()})" if lines else ""
+    return f"{path} is damaged, hostile or not supported: llama.cpp ends its process at it{why}"
+
+
+def _try(path: Path, settings: LlamaSettings, digest: str) -> None:
+    """Raise `ConfigError` if a process that loads a projector fails, or ends."""
+    if reason := _tried(path, settings.model, (settings.image_min_tokens, settings.image_max_tokens), digest):
+        raise _error(reason)
+
+
+def _check_complete(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ConfigError` if a file ends within its tensors: libmtmd would compute with what is in memory."""
+    n_bytes = path.stat().st_size
+    for name, each in tensors.items():
+        if each.start + library.row_bytes(each.kind, each.shape[0]) * math.prod(each.shape[1:]) > n_bytes:
+            raise _error(f"{path} is incomplete: it ends within {name}")
+
+
+def main(path: Path, model: Path, n_min: int, n_max: int) -> int:
+    """Load a projector as the server would, and lay out images of many sizes; returns an exit status."""
+    settings = LlamaSettings(
+        model, mmproj=path, mmproj_offload=False, n_gpu_layers=0, image_min_tokens=n_min, image_max_tokens=n_max
+    )
+    try:
+        library.initialise()
+        _check_complete(path, read_projector(path))
+        handle = _open(path, loading.load_vocab(model), settings, n_threads=1)
+        edges = (1, 7, 30, 100, 256, 500, 1000, 4000, 8192, MAX_EDGE)
+        for size in (ImageSize(width, height) for width in edges for height in edges):
+            with contextlib.suppress(InvalidRequestError):
+                check_size(size)
+                _mtmd().mtmd_input_chunks_free(_tokenize(handle, size, None))
+    except ConfigError as error:
+        print(error.message.removeprefix(f"{_FLAG}: "))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])))

@@ -1,0 +1,516 @@
+"""Images in llama.cpp: what a prompt with one gives is what llama-server's own calls give, however it is computed.
+
+Projectors have random weights. What libmtmd's helper computes on a context of its own, as llama-server does, is
+the oracle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import msgspec
+import numpy as np
+import pytest
+from llama_cpp import mtmd_cpp
+
+from bench import synthetic
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.images import ImageSize, PromptImage
+from llamaslot.base.kv_ops import Copy, IllegalCallError, Load, Remove, Restore, Save, Take
+from llamaslot.base.model import StateKind
+from tests.backend.test_models import failing, logits
+from tests.conftest import new_seed
+from tests.gguf_copies import rewritten
+from tests.vision_files import Kind, picture, placed, with_tokens, write_projector
+
+pytestmark = pytest.mark.gpu
+
+BEFORE = [5, *range(300, 320)]
+AFTER = [*range(400, 412)]
+SETTINGS: dict[str, Any] = {
+    "n_ctx": 2048, "n_slots": 2, "n_cache_seqs": 2, "n_ubatch": 128, "n_threads": 1, "cache_type_k": "f32",
+    "cache_type_v": "f32", "flash_attn": "off", "checkpoints": True,
+}  # fmt: skip
+CASES: list[tuple[str, Kind]] = [
+    ("tiny", "mlp"), ("tiny", "idefics3"), ("tiny", "gemma3"), ("tiny-swa", "gemma3"), ("tiny-swa", "idefics3"),
+    ("tiny-lfm2", "lfm2"), ("tiny-lfm2", "mlp"), ("tiny-mamba", "mlp"),
+]  # fmt: skip
+SIZES = {"mlp": (90, 70), "idefics3": (200, 100), "gemma3": (80, 64), "lfm2": (100, 60)}
+
+
+@dataclass
+class Case:
+    """A model with a projector, a prompt with an image, and the logits that llama-server would have after it."""
+
+    settings: LlamaSettings
+    data: bytes
+    size: ImageSize
+    expected: np.ndarray
+
+    def prompt(self, backend: LlamaBackend, data: bytes = b"") -> tuple[list[int], PromptImage]:
+        ids, image = placed(data or self.data, backend.image_layout(self.size), len(BEFORE))
+        return [*BEFORE, *ids, *AFTER], image
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        shape: with_tokens(synthetic.ensure(shape, folder=folder, is_exact=True), folder / f"{shape}.gguf")
+        for shape in {shape for shape, _ in CASES}
+    }
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
+def case(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Case:
+    shape, kind = request.param
+    path = write_projector(tmp_path_factory.mktemp("projector") / "mmproj.gguf", kind)
+    settings = LlamaSettings(models[shape], mmproj=path, **SETTINGS)
+    size = ImageSize(*SIZES[kind])
+    data = picture(1, size.width, size.height)
+    return Case(settings, data, size, of_llama_server(settings, data))
+
+
+@pytest.fixture
+def backend(case: Case) -> Iterator[LlamaBackend]:
+    backend = LlamaBackend(case.settings)
+    yield backend
+    backend.close()
+
+
+def of_llama_server(settings: LlamaSettings, data: bytes) -> np.ndarray:
+    """The logits after a prompt by libmtmd's helper, which llama-server calls too."""
+    library.initialise()
+    mtmd_cpp.mtmd_helper_log_set(library.on_log, ctypes.c_void_p(0))
+    assert settings.mmproj is not None
+    model = llama_cpp.llama_model_load_from_file(
+        os.fsencode(settings.model), llama_cpp.llama_model_default_params()
+    )
+    params = llama_cpp.llama_context_default_params()
+    chosen = {"n_ctx": 1024, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "type_k": 0, "type_v": 0}
+    for name, value in {**chosen, "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED}.items():
+        setattr(params, name, value)
+    context = llama_cpp.llama_init_from_model(model, params)
+    options = mtmd_cpp.mtmd_context_params_default()
+    options.use_gpu, options.flash_attn_type = False, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    handle = mtmd_cpp.mtmd_init_from_file(os.fsencode(settings.mmproj), model, options)
+    assert handle
+    n_past = llama_cpp.llama_pos(0)
+
+    def add(text: Sequence[int], *, is_last: bool = False) -> None:
+        batch = llama_cpp.llama_batch_init(len(text), 0, 1)
+        for i, token in enumerate(text):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, n_past.value + i, is_last and i == len(text) - 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        batch.n_tokens = len(text)
+        assert llama_cpp.llama_decode(context, batch) == 0
+        llama_cpp.llama_batch_free(batch)
+        n_past.value += len(text)
+
+    add(BEFORE)
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+    bitmap = mtmd_cpp.mtmd_helper_bitmap_init_from_buf(handle, buffer, len(data), False)
+    chunks = mtmd_cpp.mtmd_input_chunks_init()
+    text = mtmd_cpp.mtmd_input_text(text=b"<__media__>", text_len=11, add_special=False, parse_special=True)
+    bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
+    assert mtmd_cpp.mtmd_tokenize(handle, chunks, ctypes.byref(text), bitmaps, 1) == 0
+    code = mtmd_cpp.mtmd_helper_eval_chunks(handle, context, chunks, n_past, 0, 128, False, ctypes.byref(n_past))
+    assert code == 0
+    add(AFTER, is_last=True)
+    n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    found = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,)).copy()
+    mtmd_cpp.mtmd_input_chunks_free(chunks)
+    mtmd_cpp.mtmd_bitmap_free(bitmap)
+    mtmd_cpp.mtmd_free(handle)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return found
+
+
+def steps(ids: Sequence[int], image: PromptImage, start: int, seq: int, chunk: int = 128) -> Iterator[Run]:
+    """The steps that compute a prompt from a position on: text, or tokens of a tile; the last has logits."""
+    bounds = sorted({0, len(ids), *(end for tile in image.tiles for end in (tile.start, tile.end))})
+    for first, end in itertools.pairwise(bounds):
+        tile = next((each for each in image.tiles if each.start == first), None)
+        for at in range(max(first, start), end, chunk):
+            tokens = np.array(ids[at : min(at + chunk, end)], dtype=np.int32)
+            of_tile = {"image": image, "tile": tile} if tile is not None else {}
+            yield Run(seq, at, tokens, n_outputs=at + len(tokens) == len(ids), **of_tile)
+
+
+def compute(
+    backend: LlamaBackend, ids: Sequence[int], image: PromptImage, *, seq: int = 0, chunk: int = 128
+) -> np.ndarray:
+    """Compute what a sequence lacks of a prompt, and return the last logits."""
+    for run in steps(ids, image, backend.seq_len(seq), seq, chunk):
+        decoded = backend.decode([run])
+        assert decoded.status is Status.OK
+        assert decoded.sent == {seq: (run.start, len(run.tokens))}
+    return logits(backend, len(run.tokens) - 1)
+
+
+def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(found - expected).max() < 1e-3
+
+
+def test_a_prompt_gives_what_llama_server_computes(case: Case, backend: LlamaBackend) -> None:
+    ids, image = case.prompt(backend)
+    assert backend.info.projector is not None
+    assert backend.info.projector.is_whole == (
+        "gemma3" in case.settings.mmproj.read_bytes()[:1000].decode("latin1")
+    )
+    assert_same(compute(backend, ids, image), case.expected)
+    assert backend.stats.n_tiles_encoded == len(image.tiles)
+    other = picture(2, case.size.width, case.size.height)
+    different = compute(backend, *case.prompt(backend, other), seq=1)
+    assert np.abs(different - case.expected).max() > 0.02, "the image changes nothing"
+
+
+def test_a_tile_may_take_several_steps(case: Case, backend: LlamaBackend) -> None:
+    ids, image = case.prompt(backend)
+    assert backend.info.projector is not None
+    if backend.info.projector.is_whole:
+        for run in steps(ids, image, 0, 0, chunk=12):
+            if run.tile is None:
+                backend.decode([run])
+                continue
+            with pytest.raises(IllegalCallError, match="whole"):
+                backend.decode([run])
+            return
+    for chunk in (5, 12):
+        backend.change(Remove(0, 0))
+        assert_same(compute(backend, ids, image, chunk=chunk), case.expected)
+        # Each was encoded once, and what was kept of them is used again.
+        assert backend.stats.n_tiles_encoded == len(image.tiles)
+
+
+def test_tokens_attend_to_earlier_ones_alone_after_an_image(case: Case, backend: LlamaBackend) -> None:
+    """Also after a step with an image that fails."""
+    text = np.array([*BEFORE, *AFTER], dtype=np.int32)
+
+    def after_text() -> np.ndarray:
+        backend.change(Remove(0, 0))
+        backend.decode([Run(0, 0, text, 1)])
+        found = logits(backend, len(text) - 1)
+        backend.change(Remove(0, 0))
+        return found
+
+    before = after_text()
+    ids, image = case.prompt(backend)
+    compute(backend, ids, image)
+    assert_same(after_text(), before)
+    for run in steps(ids, image, 0, 0):
+        with failing(backend) if run.tile is not None else nullcontext():
+            if backend.decode([run]).status is Status.ABORTED:
+                break
+    assert run.tile is not None
+    assert_same(after_text(), before)
+
+
+def test_kv_of_images_is_copied_saved_and_loaded(case: Case, backend: LlamaBackend) -> None:
+    ids, image = case.prompt(backend)
+    n = image.tiles[-1].end
+    for run in steps(ids[:n], image, 0, 0):
+        backend.decode([replace(run, n_outputs=0)])
+    has_states = backend.info.state.kind is not StateKind.NONE
+    if has_states:
+        backend.change(Take(2, 0, n))
+    backend.change(Save(1, 0, 0, n))
+    backend.change(Copy(0, 1, 0, n))
+    if has_states:
+        backend.change(Restore(2, 1))
+    assert_same(compute(backend, ids, image, seq=1), case.expected)
+    for seq in (0, 1):
+        backend.change(Remove(seq, 0))
+    # So that it comes to other cells.
+    backend.decode([Run(0, 0, np.full(40, 300, dtype=np.int32), 0)])
+    backend.change(Load(1, 0, ((1, n),)))
+    if has_states:
+        backend.change(Restore(2, 1))
+    assert np.abs(compute(backend, ids, image, seq=1) - case.expected).max() < 0.02
+    assert backend.stats.n_tiles_encoded == len(image.tiles)
+
+
+def test_a_sequence_is_cut_back_to_the_start_of_a_tile(case: Case, backend: LlamaBackend) -> None:
+    if not backend.info.can_trim:
+        pytest.skip("a model with partial states")
+    ids, image = case.prompt(backend)
+    compute(backend, ids, image)
+    for tile in image.tiles[::-1]:
+        backend.change(Remove(0, tile.start))
+        assert_same(compute(backend, ids, image), case.expected)
+
+
+def test_two_images_are_computed_in_turn(case: Case, backend: LlamaBackend) -> None:
+    """Requests that take turns step by step; of both tiles the embeddings are kept."""
+    prompts = [case.prompt(backend, picture(i, case.size.width, case.size.height)) for i in (1, 3)]
+    assert backend.info.projector is not None
+    chunk = 128 if backend.info.projector.is_whole else 20
+    runs = [steps(*prompt, 0, seq, chunk) for seq, prompt in enumerate(prompts)]
+    for both in zip(*runs, strict=True):
+        for run in both:
+            assert backend.decode([run]).status is Status.OK
+            found = logits(backend, len(run.tokens) - 1) if run.n_outputs else None
+            if run.n_outputs and run.seq == 0:
+                assert_same(found, case.expected)
+    assert backend.stats.n_tiles_encoded == sum(len(image.tiles) for _, image in prompts)
+
+
+def test_an_image_that_cannot_be_decoded_fails_alone(case: Case, backend: LlamaBackend) -> None:
+    ids, image = case.prompt(backend)
+    for data in (case.data[:60], b"", picture(1, 3000, 2)):
+        backend.change(Remove(0, 0))
+        for run in steps(ids, PromptImage(data, data, image.tiles), 0, 0):
+            decoded = backend.decode([run])
+            if run.tile is not None:
+                break
+        assert decoded.status is Status.INVALID
+        assert decoded.sent == {0: (run.start, 0)}
+        assert backend.seq_len(0) == run.start
+        backend.change(Remove(0, 0))
+    assert_same(compute(backend, ids, image), case.expected)
+
+
+def test_tiles_must_be_those_of_the_image(case: Case, backend: LlamaBackend) -> None:
+    """Nothing of another size is read from where the embeddings are."""
+    ids, image = case.prompt(backend)
+    first = image.tiles[0]
+    compute(backend, ids[: first.start], PromptImage(b"", b""))
+    change = msgspec.structs.replace
+    longer, another = change(first, end=first.end + 1), change(first, number=99)
+    for tile in (longer, another):
+        tokens = np.full(tile.end - tile.start, -5, dtype=np.int32)
+        wrong = PromptImage(image.data, image.digest, (tile,))
+        with pytest.raises(IllegalCallError, match="tile"):
+            backend.decode([Run(0, tile.start, tokens, 0, image=wrong, tile=tile)])
+    with pytest.raises(IllegalCallError, match="outside of the vocabulary"):
+        backend.decode([Run(0, first.start, np.array([-5], dtype=np.int32), 1)])
+    assert backend.seq_len(0) == first.start
+
+
+def test_samplers_do_not_see_tokens_of_images(case: Case, backend: LlamaBackend) -> None:
+    """They are no tokens: penalties would count them, and llama.cpp would index logits by them."""
+    ids, image = case.prompt(backend)
+    compute(backend, ids, image)
+    sampling = Sampling(temperature=0.0, repeat_penalty=1.5, dry_multiplier=1.0, repeat_last_n=-1)
+    text = [token for token in ids if token >= 0]
+    chosen = []
+    for history in (ids, text):
+        sampler = backend.new_sampler(sampling, np.array(history, dtype=np.int32))
+        chosen.append(backend.sample([(0, sampler)]))
+        sampler.close()
+    assert chosen[0] == chosen[1]
+    assert backend.vocab.detokenize(ids) == backend.vocab.detokenize(text)
+
+
+def test_an_unloaded_projector_is_loaded_again(case: Case) -> None:
+    backend = LlamaBackend(replace(case.settings, may_unload=True))
+    ids, image = case.prompt(backend)
+    for n_times in (1, 2):
+        assert_same(compute(backend, ids, image), case.expected)
+        assert backend.stats.n_tiles_encoded == n_times * len(image.tiles)
+        backend.change(Remove(0, 0))
+        backend.unload()
+        with pytest.raises(IllegalCallError, match="not loaded"):
+            backend.image_layout(case.size)
+        backend.reload()
+    backend.close()
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(models: dict[str, Path]) -> Path:
+    return models["tiny"]
+
+
+def test_a_projector_that_was_changed_is_not_loaded_again(tiny: Path, tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "a.gguf", "mlp")
+    backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, may_unload=True, **SETTINGS))
+    backend.unload()
+    write_projector(path, "mlp", seed=2)
+    with pytest.raises(RuntimeError, match="--mmproj was changed"):
+        backend.reload()
+    path.unlink()
+    with pytest.raises(ConfigError, match="--mmproj"):
+        backend.reload()
+    write_projector(path, "mlp")
+    backend.reload()
+    backend.image_layout(ImageSize(10, 10))
+    backend.close()
+
+
+def test_the_digest_is_of_the_file_and_what_the_embeddings_depend_on(tiny: Path, tmp_path: Path) -> None:
+    files = [write_projector(tmp_path / f"{i}.gguf", "mlp", seed=i // 2) for i in range(3)]
+
+    def digest(path: Path, **settings: Any) -> str:
+        backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, **SETTINGS | settings))
+        assert backend.info.projector is not None
+        found = backend.info.projector.digest
+        backend.close()
+        return found
+
+    one, same, other = map(digest, files)
+    assert one == same != other
+    assert len({one, digest(files[0], image_min_tokens=5), digest(files[0], image_max_tokens=5)}) == 3
+
+
+def test_without_a_projector_images_are_refused(tiny: Path) -> None:
+    backend = LlamaBackend(LlamaSettings(tiny, **SETTINGS))
+    with pytest.raises(NotSupportedError, match="--mmproj"):
+        backend.image_layout(ImageSize(10, 10))
+    assert backend.info.projector is None
+    backend.close()
+
+
+def test_token_limits_reach_libmtmd(models: dict[str, Path], tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "a.gguf", "lfm2")
+    found = []
+    for limits in ({}, {"image_min_tokens": 100, "image_max_tokens": 100}, {"image_max_tokens": 70}):
+        backend = LlamaBackend(LlamaSettings(models["tiny-lfm2"], mmproj=path, **SETTINGS, **limits))
+        sizes = [ImageSize(edge, edge) for edge in (20, 1000)]
+        found.append([max(n for n in backend.image_layout(size).runs if isinstance(n, int)) for size in sizes])
+        backend.close()
+    assert found[0] == [64, 1024]
+    assert found[1] != found[0] != found[2]
+
+
+def test_a_tile_that_does_not_fit_into_a_step_is_refused(tiny: Path, tmp_path: Path) -> None:
+    for kind, is_refused in (("gemma3", True), ("mlp", False)):
+        path = write_projector(tmp_path / f"{kind}.gguf", kind)
+        backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, **SETTINGS | {"n_ubatch": 15}))
+        with pytest.raises(InvalidRequestError, match="--ubatch-size") if is_refused else nullcontext():
+            backend.image_layout(ImageSize(10, 10))
+        backend.close()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "idefics3", "gemma3", "lfm2"])
+def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: Kind) -> None:
+    """libmtmd would end the process."""
+    path = write_projector(tmp_path / "a.gguf", kind)
+    backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, **SETTINGS))
+    chance = np.random.default_rng(new_seed())
+    edges = [
+        0,
+        1,
+        2,
+        200,
+        201,
+        2**15,
+        2**15 + 1,
+        46_001,
+        2**31 - 1,
+        *np.exp(chance.uniform(0, 9.9, 60)).astype(int),
+    ]
+    n_refused = 0
+    for width, height in itertools.product(map(int, edges), repeat=2):
+        try:
+            layout = backend.image_layout(ImageSize(width, height))
+        except InvalidRequestError as error:
+            assert f"{width} x {height}" in error.message  # noqa: PT017 - most have one
+            n_refused += 1
+        else:
+            assert all(run > 0 if isinstance(run, int) else min(run) >= 0 for run in layout.runs)
+    assert 500 < n_refused < 0.9 * len(edges) ** 2
+    for size in (ImageSize(1, 200), ImageSize(200, 1), ImageSize(3, 600)):
+        ids, image = placed(picture(1, size.width, size.height), backend.image_layout(size), 0)
+        for number in range(len(image.tiles)):
+            assert backend._projector is not None
+            assert backend._projector.encode(image, number) is not None
+        assert ids
+    backend.close()
+
+
+def test_layouts_are_made_while_steps_are_computed(tiny: Path, tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "a.gguf", "idefics3")
+    backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, **SETTINGS))
+    size = ImageSize(200, 100)
+    layout = backend.image_layout(size)
+    with ThreadPoolExecutor(3) as pool:
+        for i in range(4):
+            expected = [pool.submit(backend.image_layout, ImageSize(100 + n, 50 + n % 7)) for n in range(60)]
+            ids, image = placed(picture(i, 200, 100), layout, 0)
+            backend.change(Remove(0, 0))
+            compute(backend, ids, image)
+            assert all(each.result().n_tokens for each in expected)
+    backend.close()
+
+
+def refusal(model: Path, path: Path, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        LlamaBackend(LlamaSettings(model, mmproj=path, **SETTINGS | settings))
+    assert refused.value.param == "--mmproj"
+    return refused.value.message
+
+
+def test_what_does_not_belong_together_is_refused(tiny: Path, tmp_path: Path) -> None:
+    wide = write_projector(tmp_path / "wide.gguf", "mlp", n_embd=64)
+    assert "n_embd" in refusal(tiny, wide)
+    plain = synthetic.ensure("tiny", folder=tmp_path)
+    assert "vocabulary" in refusal(plain, write_projector(tmp_path / "tiles.gguf", "idefics3"))
+    fitting = write_projector(tmp_path / "fitting.gguf", "mlp")
+    mrope = rewritten(plain, tmp_path / "mrope.gguf", "qwen2vl", values={"rope.dimension_sections": [8, 12, 12, 0]})
+    assert "M-RoPE" in refusal(mrope, fitting)
+    assert "--embeddings" in refusal(plain, fitting, embeds=True, pooling="last")
+    assert "not a projector" in refusal(plain, plain)
+    assert "there is no file" in refusal(plain, tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("mlp", {"values": {"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}}, "audio"),
+        ("mlp", {"values": {"clip.has_vision_encoder": None}}, "audio"),
+        ("mlp", {"values": {"clip.projector_type": "hunyuanvl"}}, "several dimensions"),
+        ("mlp", {"values": {"clip.projector_type": "deepseek4v"}}, "place in the prompt"),
+        ("mlp", {"values": {"clip.projector_type": "no_such"}}, "unknown projector"),
+        ("mlp", {"values": {"clip.projector_type": None}}, ""),
+        ("mlp", {"values": {"clip.vision.patch_size": 0}}, "patch_size"),
+        ("mlp", {"values": {"clip.vision.image_size": 10**6}}, "too large"),
+        ("mlp", {"values": {"clip.vision.image_size": 0}}, ""),
+        ("mlp", {"values": {"clip.vision.image_size": "x"}}, ""),
+        ("mlp", {"values": {"clip.vision.block_count": 10**9}}, ""),
+        ("mlp", {"values": {"clip.vision.attention.head_count": 0}}, ""),
+        ("mlp", {"values": {"clip.vision.attention.head_count": 5}}, ""),
+        ("mlp", {"values": {"clip.vision.embedding_length": 32}}, ""),
+        ("mlp", {"values": {"clip.vision.image_mean": [0.5]}}, "image_mean"),
+        ("idefics3", {"values": {"clip.vision.preproc_image_size": 8}}, ""),
+        ("idefics3", {"values": {"clip.vision.projector.scale_factor": 0}}, "n_merge"),
+        ("idefics3", {"values": {"clip.vision.projector.scale_factor": 5}}, ""),
+        ("lfm2", {"values": {"clip.vision.patch_size": 4000}}, ""),
+        ("gemma3", {"values": {"clip.vision.projector.scale_factor": 3000}}, ""),
+        ("mlp", {"dropped": ["mm.2.weight"]}, ""),
+        ("mlp", {"dropped": ["v.position_embd.weight"]}, ""),
+        ("mlp", {"dropped": ["v.patch_embd.weight"]}, ""),
+        ("mlp", {"dropped": ["v.blk.1.attn_q.weight"]}, ""),
+        ("mlp", {"dropped": ["v.blk.1.ffn_up.weight"]}, "ffn_up"),
+        ("mlp", {"tensors": {"v.blk.0.attn_q.weight": np.zeros((3, 5), dtype=np.float32)}}, "GGML_ASSERT"),
+        ("mlp", {"tensors": {"v.position_embd.weight": np.zeros((64, 8), dtype=np.float32)}}, "GGML_ASSERT"),
+        ("mlp", {"tensors": {"mm.0.weight": np.zeros((128, 64), dtype=np.int32)}}, ""),
+        ("mlp", {"architecture": "llama"}, "not a projector"),
+    ],
+)
+def test_a_hostile_projector_is_refused(
+    tiny: Path, tmp_path: Path, kind: Kind, changes: dict[str, Any], said: str
+) -> None:
+    """The server's process goes on."""
+    assert said in refusal(tiny, write_projector(tmp_path / "bad.gguf", kind, **changes))
+
+
+def test_a_projector_that_ends_early_is_refused(tiny: Path, tmp_path: Path) -> None:
+    data = write_projector(tmp_path / "a.gguf", "mlp").read_bytes()
+    for n in (0, 3, 10, 100, 700, 2000, len(data) // 2, len(data) - 33):
+        cut = tmp_path / f"{n}.gguf"
+        cut.write_bytes(data[:n])
+        assert str(cut) in refusal(tiny, cut)

@@ -1,0 +1,163 @@
+"""Writes projectors of images (mmproj files) with random weights for the GGUF files of tests, and images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from llamaslot.base.images import ImageLayout, PromptImage, Tile, tile_ids
+from tests.lora_files import add_value
+
+Kind = Literal["mlp", "idefics3", "gemma3", "lfm2"]
+WIDTH, N_HEADS, N_LAYERS = 64, 2, 2
+SIZE, PATCH, MERGE = 64, 8, 2
+"""Pixels of a tile's edge, and of a patch's; patches that become one token in each direction."""
+N_PATCHES = (SIZE // PATCH) ** 2
+LONGEST_EDGE = 256
+"""Pixels of the longest edge that an image has before it is cut to tiles (`idefics3`)."""
+TOKENS = ("\n\n", "<fake_token_around_image>", "<global-img>", "<|img_thumbnail|>")
+"""Delimiters of `idefics3` and `lfm2` that a model must have as tokens."""
+
+
+def write_projector(
+    path: Path,
+    kind: Kind,
+    *,
+    n_embd: int = 128,
+    seed: int = 1,
+    values: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, npt.NDArray[Any]] | None = None,
+    dropped: Iterable[str] = (),
+    architecture: str = "clip",
+) -> Path:
+    """Write a projector for models of a width. `mlp` is LLaVA's: one tile of 64 tokens; `gemma3` one of 16 that
+    attend to each other; `idefics3` cuts larger images to tiles of 16; `lfm2` has one of 64 to 256.
+
+    `values` and `tensors` are further ones, or in place of those; None stands for one that is missing.
+    """
+    chance = np.random.default_rng(seed)
+    chosen: dict[str, Any] = {
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": kind,
+        "clip.use_gelu": True,
+        "clip.vision.embedding_length": WIDTH,
+        "clip.vision.feed_forward_length": 2 * WIDTH,
+        "clip.vision.block_count": N_LAYERS,
+        "clip.vision.attention.head_count": N_HEADS,
+        "clip.vision.attention.layer_norm_epsilon": 1e-5,
+        "clip.vision.projection_dim": n_embd,
+        "clip.vision.image_size": SIZE,
+        "clip.vision.patch_size": PATCH,
+        "clip.vision.image_mean": [0.5, 0.5, 0.5],
+        "clip.vision.image_std": [0.5, 0.5, 0.5],
+        **({"clip.vision.projector.scale_factor": MERGE} if kind in ("idefics3", "gemma3", "lfm2") else {}),
+        **({"clip.vision.preproc_image_size": LONGEST_EDGE} if kind == "idefics3" else {}),
+        **(values or {}),
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in chosen.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif value is not None:
+            add_value(writer, key, value)
+
+    def drawn(*shape: int) -> npt.NDArray[np.float32]:
+        return chance.normal(0, 1 / np.sqrt(shape[-1]), shape).astype(np.float32)
+
+    for name, tensor in {**dict(_tensors(kind, n_embd, drawn)), **(tensors or {})}.items():
+        if name not in {*dropped}:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(kind: Kind, n_embd: int, drawn: Any) -> Iterable[tuple[str, npt.NDArray[np.float32]]]:
+    def norm(name: str) -> Iterable[tuple[str, npt.NDArray[np.float32]]]:
+        yield f"{name}.weight", np.ones(WIDTH, dtype=np.float32)
+        yield f"{name}.bias", np.zeros(WIDTH, dtype=np.float32)
+
+    yield "v.patch_embd.weight", 10 * drawn(WIDTH, 3, PATCH, PATCH)
+    for i in range(N_LAYERS):
+        for name in ("q", "k", "v", "out"):
+            yield f"v.blk.{i}.attn_{name}.weight", drawn(WIDTH, WIDTH)
+        yield f"v.blk.{i}.ffn_up.weight", drawn(2 * WIDTH, WIDTH)
+        yield f"v.blk.{i}.ffn_down.weight", drawn(WIDTH, 2 * WIDTH)
+        yield from norm(f"v.blk.{i}.ln1")
+        yield from norm(f"v.blk.{i}.ln2")
+    yield "v.position_embd.weight", drawn(N_PATCHES, WIDTH)
+    yield from norm("v.post_ln")
+    match kind:
+        case "mlp":
+            yield "mm.0.weight", drawn(n_embd, WIDTH)
+            yield "mm.0.bias", drawn(n_embd)
+            yield "mm.2.weight", drawn(n_embd, n_embd)
+            yield "mm.2.bias", drawn(n_embd)
+        case "idefics3":
+            yield "mm.model.fc.weight", drawn(n_embd, WIDTH * MERGE**2)
+        case "gemma3":
+            yield "mm.input_projection.weight", drawn(WIDTH, n_embd)
+            yield "mm.soft_emb_norm.weight", np.ones(WIDTH, dtype=np.float32)
+        case "lfm2":
+            yield "mm.1.weight", drawn(n_embd, WIDTH * MERGE**2)
+            yield "mm.1.bias", drawn(n_embd)
+            yield "mm.2.weight", drawn(n_embd, n_embd)
+            yield "mm.2.bias", drawn(n_embd)
+
+
+def with_tokens(source: Path, path: Path, tokens: Iterable[str] = TOKENS) -> Path:
+    """Write a copy of a model of `bench.synthetic` that has some control tokens in place of its last words."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
+    added = list(tokens)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        kind, *inner = field.types
+        content = field.contents()
+        if key == "tokenizer.ggml.tokens":
+            content = [*content[: -len(added)], *(text.replace("\n", "Ċ") for text in added)]
+        elif key == "tokenizer.ggml.token_type":
+            kinds = [1 if text.isspace() else 3 for text in added]
+            content = [*content[: -len(added)], *kinds]
+        writer.add_key_value(key, content, kind, inner[0] if inner else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def picture(seed: int, width: int = 64, height: int = 64) -> bytes:
+    """Return a PNG file of coarse random colours."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    image = Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def placed(data: bytes, layout: ImageLayout, start: int) -> tuple[list[int], PromptImage]:
+    """Return the ids of an image at a position of a prompt, and the image with the places of its tiles."""
+    digest = b"digest" + data
+    ids: list[int] = []
+    tiles: list[Tile] = []
+    for run in layout.runs:
+        if isinstance(run, int):
+            at = start + len(ids)
+            ids += tile_ids(digest, len(tiles), run).tolist()
+            tiles.append(Tile(at, at + run, len(tiles)))
+        else:
+            ids += run
+    return ids, PromptImage(data, digest, tuple(tiles))
