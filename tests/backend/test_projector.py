@@ -161,8 +161,9 @@ def compute(
     return logits(backend, len(run.tokens) - 1)
 
 
-def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() < 1e-3
+def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 5e-3) -> None:
+    """Steps of other sizes are rounded a little differently (fact 9); another image changes some logits by 0.02."""
+    assert np.abs(found - expected).max() < tolerance
 
 
 def test_a_prompt_gives_what_llama_server_computes(case: Case, backend: LlamaBackend) -> None:
@@ -171,7 +172,7 @@ def test_a_prompt_gives_what_llama_server_computes(case: Case, backend: LlamaBac
     assert backend.info.projector.is_whole == (
         "gemma3" in case.settings.mmproj.read_bytes()[:1000].decode("latin1")
     )
-    assert_same(compute(backend, ids, image), case.expected)
+    assert_same(compute(backend, ids, image), case.expected, 1e-3)
     assert backend.stats.n_tiles_encoded == len(image.tiles)
     other = picture(2, case.size.width, case.size.height)
     different = compute(backend, *case.prompt(backend, other), seq=1)
@@ -379,11 +380,11 @@ def test_token_limits_reach_libmtmd(models: dict[str, Path], tmp_path: Path) -> 
     found = []
     for limits in ({}, {"image_min_tokens": 100, "image_max_tokens": 100}, {"image_max_tokens": 70}):
         backend = LlamaBackend(LlamaSettings(models["tiny-lfm2"], mmproj=path, **SETTINGS, **limits))
-        sizes = [ImageSize(edge, edge) for edge in (20, 1000)]
-        found.append([max(n for n in backend.image_layout(size).runs if isinstance(n, int)) for size in sizes])
+        tiles = [run for run in backend.image_layout(ImageSize(20, 20)).runs if isinstance(run, int)]
+        tiles += [run for run in backend.image_layout(ImageSize(1000, 1000)).runs if isinstance(run, int)][-1:]
+        found.append(tiles)
         backend.close()
-    assert found[0] == [64, 1024]
-    assert found[1] != found[0] != found[2]
+    assert found == [[64, 256], [100, 100], [64, 64]]
 
 
 def test_a_tile_that_does_not_fit_into_a_step_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -401,20 +402,10 @@ def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: K
     path = write_projector(tmp_path / "a.gguf", kind)
     backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, **SETTINGS))
     chance = np.random.default_rng(new_seed())
-    edges = [
-        0,
-        1,
-        2,
-        200,
-        201,
-        2**15,
-        2**15 + 1,
-        46_001,
-        2**31 - 1,
-        *np.exp(chance.uniform(0, 9.9, 60)).astype(int),
-    ]
+    edges = [0, 1, 2, 200, 201, 2**15, 2**15 + 1, 46_001, 2**31 - 1]
+    edges += np.exp(chance.uniform(0, 9.9, 60)).astype(int).tolist()
     n_refused = 0
-    for width, height in itertools.product(map(int, edges), repeat=2):
+    for width, height in itertools.product(edges, repeat=2):
         try:
             layout = backend.image_layout(ImageSize(width, height))
         except InvalidRequestError as error:
@@ -485,7 +476,6 @@ def test_what_does_not_belong_together_is_refused(tiny: Path, tmp_path: Path) ->
         ("mlp", {"values": {"clip.vision.attention.head_count": 5}}, ""),
         ("mlp", {"values": {"clip.vision.embedding_length": 32}}, ""),
         ("mlp", {"values": {"clip.vision.image_mean": [0.5]}}, "image_mean"),
-        ("idefics3", {"values": {"clip.vision.preproc_image_size": 8}}, ""),
         ("idefics3", {"values": {"clip.vision.projector.scale_factor": 0}}, "n_merge"),
         ("idefics3", {"values": {"clip.vision.projector.scale_factor": 5}}, ""),
         ("lfm2", {"values": {"clip.vision.patch_size": 4000}}, ""),
@@ -493,11 +483,11 @@ def test_what_does_not_belong_together_is_refused(tiny: Path, tmp_path: Path) ->
         ("mlp", {"dropped": ["mm.2.weight"]}, ""),
         ("mlp", {"dropped": ["v.position_embd.weight"]}, ""),
         ("mlp", {"dropped": ["v.patch_embd.weight"]}, ""),
-        ("mlp", {"dropped": ["v.blk.1.attn_q.weight"]}, ""),
+        ("mlp", {"dropped": ["v.blk.0.attn_q.weight"]}, ""),
         ("mlp", {"dropped": ["v.blk.1.ffn_up.weight"]}, "ffn_up"),
         ("mlp", {"tensors": {"v.blk.0.attn_q.weight": np.zeros((3, 5), dtype=np.float32)}}, "GGML_ASSERT"),
-        ("mlp", {"tensors": {"v.position_embd.weight": np.zeros((64, 8), dtype=np.float32)}}, "GGML_ASSERT"),
-        ("mlp", {"tensors": {"mm.0.weight": np.zeros((128, 64), dtype=np.int32)}}, ""),
+        ("mlp", {"tensors": {"v.position_embd.weight": np.zeros((64, 5), dtype=np.float32)}}, "GGML_ASSERT"),
+        ("mlp", {"tensors": {"mm.0.weight": np.zeros((128, 64), dtype=np.int32)}}, "of type 26"),
         ("mlp", {"architecture": "llama"}, "not a projector"),
     ],
 )

@@ -54,6 +54,10 @@ former, stays within libmtmd's longest edge.
 _KEPT_BYTES = 64 * 2**20
 """Most bytes of embeddings that are kept, those of the last tile apart."""
 _TRY_TIMEOUT_S = 120
+_MAX_TRIED_PIXELS = 2**16
+"""Most pixels of an image that is also scaled when a projector is tried."""
+_NO_WEIGHTS = range(24, 29)
+"""ggml's types of integers, and of 64-bit floats, for which it has no products."""
 _FLAG = "--mmproj"
 
 Embeddings = npt.NDArray[np.float32]
@@ -331,10 +335,15 @@ def _try(path: Path, settings: LlamaSettings, digest: str) -> None:
         raise _error(reason)
 
 
-def _check_complete(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `ConfigError` if a file ends within its tensors: libmtmd would compute with what is in memory."""
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ConfigError` for tensors that cannot be computed with.
+
+    If the file ends within them, libmtmd computes with what is in memory.
+    """
     n_bytes = path.stat().st_size
     for name, each in tensors.items():
+        if each.kind in _NO_WEIGHTS:
+            raise _error(f"{path} is damaged or hostile: {name} is of type {each.kind}")
         if each.start + library.row_bytes(each.kind, each.shape[0]) * math.prod(each.shape[1:]) > n_bytes:
             raise _error(f"{path} is incomplete: it ends within {name}")
 
@@ -346,13 +355,15 @@ def main(path: Path, model: Path, n_min: int, n_max: int) -> int:
     )
     try:
         library.initialise()
-        _check_complete(path, read_projector(path))
+        _check_tensors(path, read_projector(path))
         handle = _open(path, loading.load_vocab(model), settings, n_threads=1)
         edges = (1, 7, 30, 100, 256, 500, 1000, 4000, 8192, MAX_EDGE)
         for size in (ImageSize(width, height) for width in edges for height in edges):
             with contextlib.suppress(InvalidRequestError):
                 check_size(size)
-                _mtmd().mtmd_input_chunks_free(_tokenize(handle, size, None))
+                n = size.width * size.height
+                pixels = bytes(3 * n) if n <= _MAX_TRIED_PIXELS else None
+                _mtmd().mtmd_input_chunks_free(_tokenize(handle, size, pixels))
     except ConfigError as error:
         print(error.message.removeprefix(f"{_FLAG}: "))
         return 2
