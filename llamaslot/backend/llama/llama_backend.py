@@ -207,21 +207,17 @@ class LlamaBackend:
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
         status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
-        embeddings = None
-        if runs[0].tile is not None:
-            embeddings = self._tile_embeddings(runs[0])
-            if embeddings is None:
-                return Decoded(Status.INVALID, sent)
+        if runs[0].tile is not None and self._tile_embeddings(runs[0]) is None:
+            return Decoded(Status.INVALID, sent)
         self._chains.prepare(runs, draws)
-        *earlier, last = self._batches(runs)
-        for batch in earlier:
-            status = self._compute(batch)
-            sent |= self._batch.sent()
-        if status is Status.OK:
-            status = self._compute(last, embeds=self._has_vectors, embeddings=embeddings)
+        batches = self._batches(runs)
+        for i, batch in enumerate(batches, start=1):
+            status = self._compute(batch, embeds=self._has_vectors and i == len(batches))
             for seq, (first, n) in self._batch.sent().items():
                 n_before = sent[seq][1]
                 sent[seq] = first - n_before, n_before + n
+            if status is not Status.OK:
+                break
         if status in (Status.ABORTED, Status.FATAL):
             for run in reversed(runs):
                 self._kv.lengths[run.seq] = run.start
@@ -229,12 +225,20 @@ class LlamaBackend:
         return Decoded(status, sent)
 
     def _batches(self, runs: Sequence[Run]) -> Sequence[Sequence[Run]]:
-        """Return the batches of a step: one, or two if its vectors need that.
+        """Return the batches of a step: one, two if its vectors need that, or several for a long tile.
 
         With embeddings on, every token has an output and gets logits too, and llama.cpp aborts if there may not be
         so many (facts 4 and 40). So of a large step most tokens are computed before that. The others are those with
         vectors, and what makes them a query block: fewer are rounded unlike those of a single batch (fact 9).
         """
+        if runs[0].tile is not None:
+            (run,) = runs
+            ends = range(self.info.n_ubatch, len(run.tokens), self.info.n_ubatch)
+            starts, n_outputs = (0, *ends), (*(0 for _ in ends), run.n_outputs)
+            return [
+                [replace(run, start=run.start + start, tokens=run.tokens[start:end], n_outputs=n)]
+                for start, end, n in zip(starts, (*ends, len(run.tokens)), n_outputs, strict=True)
+            ]
         wants_vectors = bool(self.info.pooling) and any(run.n_outputs for run in runs)
         self._has_vectors = wants_vectors and all(run.targets is None for run in runs)
         n_rows = self.n_seqs + self.info.n_spare_rows
@@ -262,13 +266,9 @@ class LlamaBackend:
             raise NotSupportedError("this server takes no images: start it with --mmproj")
         return self._projector.layout(size)
 
-    def _compute(
-        self, runs: Sequence[Run], *, embeds: bool = False, embeddings: npt.NDArray[np.float32] | None = None
-    ) -> Status:
-        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller.
-
-        `embeddings` are those of a tile.
-        """
+    def _compute(self, runs: Sequence[Run], *, embeds: bool = False) -> Status:
+        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller."""
+        embeddings = self._tile_embeddings(runs[0]) if runs[0].tile is not None else None
         self._rows, self._targets = self._batch.fill(runs, has_outputs=embeds, embeddings=embeddings)
         if self.info.pooling:
             llama_cpp.llama_set_embeddings(self._context, embeds)
