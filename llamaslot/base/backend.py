@@ -62,7 +62,7 @@ class Run:
     image: PromptImage | None = None
     """The image to which all of the tokens belong, if they are of a tile. Such a run is alone in its batch."""
     tile: Tile | None = None
-    """The tile, of which `tokens` are all."""
+    """The tile, of which `tokens` are all, or a part unless `Projector.is_whole`."""
 
     @property
     def n_drafted(self) -> int:
@@ -152,8 +152,10 @@ def _check_images(runs: Sequence[Run], info: ModelInfo) -> None:
             raise IllegalCallError("a tile without its image, or without a projector")
         if len(runs) > 1 or run.n_outputs > 1 or run.targets is not None:
             raise IllegalCallError("a tile beside other tokens, or with more outputs than one")
-        if (run.start, end) != (tile.start, tile.end):
-            raise IllegalCallError("a part of a tile")
+        if not tile.start <= run.start < end <= tile.end:
+            raise IllegalCallError(f"{run.start} to {end} is not within the tile")
+        if info.projector.is_whole and (run.start, end) != (tile.start, tile.end):
+            raise IllegalCallError("a part of a tile that must be computed whole")
 
 
 @dataclass(frozen=True, slots=True)
