@@ -48,6 +48,7 @@ _COUNTERS = (
         "Changes of a sequence's samplers on the device, after which llama.cpp builds its graph again.",
         "backend.n_sampler_changes",
     ),
+    ("llamaslot_image_tiles_encoded", "Tiles of images computed by the projector.", "backend.n_tiles_encoded"),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),
     ("llamaslot_prefix_cache_anchored_requests", "Hits that used an anchor's tokens.", "cache.requests.anchored"),
     (
