@@ -286,7 +286,8 @@ class OllamaGenerateWriter(OllamaReplyWriter):
         if self.options.is_text:
             return None
         generated = self._tokens if self.options.stream else completion.tokens
-        tokens = [*ids_of(completion.prompt.packed_tokens), *generated]
+        # Tokens of images stand for nothing without their images, which would have to come back too.
+        tokens = [*(token for token in ids_of(completion.prompt.packed_tokens) if token >= 0), *generated]
         return joined_lists(
             tokens[start : start + _TOKENS_PER_PIECE] for start in range(0, len(tokens), _TOKENS_PER_PIECE)
         )
@@ -495,6 +496,8 @@ def _capabilities(model: ServedModel) -> list[str]:
         # Ollama reranks nothing, so it has no word for that.
         return ["embedding"] if model.task == "embedding" else []
     found = ["completion", "tools"]
+    if model.info is not None and model.info.projector is not None:
+        found.append("vision")
     if model.info is not None and model.info.fim is not None:
         found.append("insert")
     if model.service is not None and model.service.output_format.reasoning is not None:

@@ -242,6 +242,8 @@ class Props(msgspec.Struct, forbid_unknown_fields=True):
     model_alias: str
     model_path: str
     modalities: dict[str, bool]
+    media_marker: str
+    """The place of an image in a `prompt_string`."""
     endpoint_slots: bool
     endpoint_props: bool
     endpoint_metrics: bool

@@ -17,6 +17,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.protocol.bodies import AdapterScale
+from llamaslot.protocol.images import MEDIA_MARKER
 from llamaslot.protocol.text_requests import adapter_scales
 from llamaslot.service.models import Models, ServedModel
 
@@ -99,7 +100,8 @@ async def props(request: web.Request) -> web.Response:
             "total_slots": info.n_slots,
             "model_alias": service.names[0],
             "model_path": info.path,
-            "modalities": {"vision": False, "video": False, "audio": False},
+            "modalities": {"vision": info.projector is not None, "video": False, "audio": False},
+            "media_marker": MEDIA_MARKER,
             "endpoint_slots": settings.slots,
             "endpoint_props": False,
             "endpoint_metrics": settings.metrics,
@@ -197,7 +199,7 @@ def _in_ollamas_form(model: ServedModel) -> dict[str, Any]:
         "model": model.id,
         "type": "model",
         "description": info.description if info is not None else "",
-        "capabilities": [model.task],
+        "capabilities": [model.task, *(["multimodal"] if info is not None and info.projector is not None else [])],
         "details": {"format": "gguf", "family": info.architecture if info is not None else ""},
     }
 

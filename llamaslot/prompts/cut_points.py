@@ -190,7 +190,9 @@ class Pieces(dict[int, bytes]):
         self._vocab = vocab
 
     def __missing__(self, token: int) -> bytes:
-        """Add a token."""
+        """Add a token. Those of images have no text; they are as many as pixels differ, and are not kept."""
+        if token < 0:
+            return b""
         piece = self._vocab.piece(token)
         # Byte tokens can give the marker's byte: as no text has it, another invalid byte serves as well.
         piece = piece.replace(MARKER, _INVALID) if piece else MARKER + self._vocab.detokenize([token])

@@ -230,6 +230,9 @@ def _divergence(
     tokens, old = context.prompt.tokens, _tokens_of(overlap.earlier)
     start = overlap.start
     agree = start + overlap.n_new
+    if min(old[start : start + overlap.n_old].min(initial=0), tokens[start:agree].min(initial=0)) < 0:
+        # Images differ, and all that could be said of them is in their messages.
+        return None
     rest = tokens[agree:]
     after = rest if len(rest) <= 2 * _MAX_AFTER else np.concatenate([rest[:_MAX_AFTER], rest[-_MAX_AFTER:]])
     head, old_text, new_text, after_text = (

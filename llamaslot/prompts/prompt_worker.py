@@ -173,7 +173,8 @@ class PromptWorker:
             # What is warmed or embedded has no reply to be remembered.
             # Of a long body too much would be kept, and the prediction would take long.
             is_predicted = self._predicts and is_run and chat is not None and chat.returns and is_short(job)
-            self._requests[job.context.request_id] = _Request(contexts, job if is_predicted else None)
+            kept = [each.without_files for each in contexts]
+            self._requests[job.context.request_id] = _Request(kept, job if is_predicted else None)
         shows_text = is_run and (job.context.shows_prompt or options.verbose)
         return Prepared(
             tuple(Generate(each.request.params, each.prompt) for each in contexts),

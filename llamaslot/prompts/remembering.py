@@ -7,19 +7,20 @@ messages of a conversation in the token memory by these records, and has its pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
-from llamaslot.base.commands import TextPart
+from llamaslot.base.commands import ImagePart, TextPart
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.text_records import ChatTurn, RememberedReply
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, packed
 from llamaslot.formats.format import Format, ParsedMessage
 from llamaslot.prompts.cut_points import PromptText
+from llamaslot.protocol.images import MEDIA_MARKER
 from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
 from llamaslot.protocol.replies.rendering import Rendering
 from llamaslot.protocol.text_requests import TextRequest
@@ -39,6 +40,15 @@ class PromptContext:
     """None if text anchors and sessions do not apply."""
     n_head: int | None = None
     """Tokens before the last cut point; None where it lies within a token."""
+
+    @property
+    def without_files(self) -> PromptContext:
+        """The same without the files of its images, which may have many MiB."""
+        if not self.prompt.images:
+            return self
+        parts = (TextPart(MEDIA_MARKER) if isinstance(part, ImagePart) else part for part in self.request.parts)
+        request = replace(self.request, parts=tuple(parts))
+        return replace(self, request=request, prompt=structs.replace(self.prompt, images=()))
 
 
 class SentReply(NamedTuple):

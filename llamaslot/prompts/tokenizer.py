@@ -31,8 +31,9 @@ from msgspec import structs
 
 from llamaslot.base.adapters import adapters_key
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import PromptPart, TextPart
+from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
+from llamaslot.base.images import PromptImage, Tile, tile_ids
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
     WIDTH,
@@ -56,6 +57,7 @@ from llamaslot.prompts.cut_points import (
 )
 from llamaslot.prompts.remembering import PromptContext, SentReply, remembered_reply, returned_message
 from llamaslot.prompts.token_memory import TokenMemory
+from llamaslot.protocol.images import MEDIA_MARKER
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.text.conversation import Message
 
@@ -71,13 +73,56 @@ MIN_KEPT_CHARACTERS = 100
 
 def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool) -> Tokens:
     """Tokenize a prompt part by part; token ids must be in the vocabulary."""
-    runs = [
-        vocab.tokenize(part.text, add_special=add_special and i == 0, parse_special=part.special)
-        if isinstance(part, TextPart)
-        else np.array(part.tokens, dtype=np.int32)
-        for i, part in enumerate(parts)
+    return _tokenized_parts(vocab, parts, add_special=add_special)[0]
+
+
+def _tokenized_parts(
+    vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool
+) -> tuple[Tokens, tuple[PromptImage, ...]]:
+    """Return the tokens of a prompt, and its images with their places among them."""
+    runs: list[Tokens] = []
+    images: list[PromptImage] = []
+    for part in parts:
+        is_first = add_special and not runs
+        if isinstance(part, TextPart):
+            runs.append(vocab.tokenize(part.text, add_special=is_first, parse_special=part.special))
+        elif isinstance(part, TokensPart):
+            runs.append(np.array(part.tokens, dtype=np.int32))
+        else:
+            if is_first:
+                # What the model wants before a prompt, such as BOS, goes before an image too.
+                runs.append(vocab.tokenize("", add_special=True, parse_special=True))
+            ids, image = _placed(part, sum(map(len, runs)))
+            runs += ids
+            images.append(image)
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32), tuple(images)
+
+
+def _placed(part: ImagePart, start: int) -> tuple[list[Tokens], PromptImage]:
+    """Return the tokens of an image from a place of a prompt on, and the image with its tiles there."""
+    runs: list[Tokens] = []
+    tiles: list[Tile] = []
+    for run in part.layout.runs:
+        if isinstance(run, int):
+            runs.append(tile_ids(part.image.digest, len(tiles), run))
+            tiles.append(Tile(start, start + run, len(tiles)))
+        else:
+            runs.append(np.array(run, dtype=np.int32))
+        start += len(runs[-1])
+    return runs, structs.replace(part.image, tiles=tuple(tiles))
+
+
+def _first_tokens(prompt: TokenizedPrompt, n_tokens: int) -> TokenizedPrompt:
+    """Return the first tokens of a prompt, without an image that is not whole among them."""
+    for image in prompt.images:
+        for tile in image.tiles:
+            if tile.start < n_tokens < tile.end:
+                n_tokens = tile.start
+    images = [
+        structs.replace(image, tiles=tuple(tile for tile in image.tiles if tile.end <= n_tokens))
+        for image in prompt.images
     ]
-    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+    return TokenizedPrompt(packed(prompt.tokens[:n_tokens]), images=tuple(each for each in images if each.tiles))
 
 
 class Tokenizer:
@@ -142,7 +187,7 @@ class Tokenizer:
             return context
         tokens = context.prompt.tokens
         n = min(n_common(tokens, self._tokenized(each).prompt.tokens) for each in request.others)
-        return replace(context, prompt=TokenizedPrompt(packed(tokens[:n])))
+        return replace(context, prompt=_first_tokens(context.prompt, n))
 
     def _tokenized(self, request: TextRequest) -> PromptContext:
         # The reader of the body has checked its other parts, before a text that is too long could take any time.
@@ -178,15 +223,17 @@ class Tokenizer:
         return np.concatenate([tokens[:n], tokens[len(tokens) - n_after :]])
 
     def check_size(self, prompt: Iterable[PromptPart]) -> None:
-        """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for, and
-        `InvalidRequestError` for invalid Unicode, which templates can make.
+        """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for, beside
+        those of its images, and `InvalidRequestError` for invalid Unicode, which templates can make.
         """
+        prompt = list(prompt)
         texts = [part.text for part in prompt if isinstance(part, TextPart)]
         n_bytes, n_min = sum(map(_n_bytes, texts)), 0
         if longest := self._vocab.longest_piece:
             n_min = n_bytes // longest
         elif most := self._vocab.words_per_token:
             n_min = sum(len(self._first_words(text)) for text in texts) // most
+        n_min += sum(part.layout.n_tokens for part in prompt if isinstance(part, ImagePart))
         if n_min > self._max_prompt:
             raise ContextSizeError.of(n_min, self._n_ctx, at_least=True, is_whole=self._is_whole)
         if self._vocab.words_per_token and sum(map(len, texts)) > _MAX_CHARACTERS:
@@ -252,7 +299,7 @@ class Tokenizer:
     def n_characters(self, context: PromptContext, n_tokens: int) -> int:
         """Count the characters of the first tokens of a prompt, control tokens included.
 
-        Tokens that the model wants before the prompt count as none.
+        Tokens that the model wants before the prompt count as none, and those of images too.
         """
         return n_characters(self._written(context.prompt.tokens[self.n_added(context) : n_tokens]).data)
 
@@ -265,14 +312,14 @@ class Tokenizer:
         return self._vocab.detokenize([token])
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, with invalid UTF-8 replaced."""
-        return self._vocab.detokenize(tokens).decode(errors="replace")
+        """Return the text of token ids, with invalid UTF-8 replaced. Tokens of images have none."""
+        return self._vocab.detokenize([token for token in tokens if token >= 0]).decode(errors="replace")
 
     def echo(self, context: PromptContext) -> str:
         """Return a prompt as its client gave it; one with token ids as the model sees it."""
         parts = context.request.parts
-        if all(isinstance(part, TextPart) for part in parts):
-            return "".join(part.text for part in parts if isinstance(part, TextPart))
+        if not any(isinstance(part, TokensPart) for part in parts):
+            return "".join(part.text if isinstance(part, TextPart) else MEDIA_MARKER for part in parts)
         return self.detokenize(context.prompt.tokens.tolist())
 
     @cached_property
@@ -322,8 +369,8 @@ class Tokenizer:
     def _from_anchor(self, request: TextRequest, text: PromptText | None) -> PromptContext:
         """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
         if text is None:
-            own = tokenize_parts(self._vocab, request.parts, add_special=True)
-            return PromptContext(request, TokenizedPrompt(packed(own)))
+            own, images = _tokenized_parts(self._vocab, request.parts, add_special=True)
+            return PromptContext(request, TokenizedPrompt(packed(own), images=images))
         cut, anchored = self._anchored(text)
         runs = [unpacked(anchored)] if anchored else []
         middle = text.parts(cut.at if cut is not None else 0, text.last_cut)
@@ -454,7 +501,7 @@ class Tokenizer:
 
     def n_added(self, context: PromptContext) -> int:
         """Return how many tokens the model wanted before a prompt."""
-        return len(self._added_tokens) if isinstance(context.request.parts[0], TextPart) else 0
+        return 0 if isinstance(context.request.parts[0], TokensPart) else len(self._added_tokens)
 
     @property
     def _added_tokens(self) -> Tokens:

@@ -2,7 +2,7 @@
 
 The bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens` have Anthropic's fields, and this server's
 own for sampling, structured output and the cache. The `ChatBody` is read like that of `/v1/chat/completions`.
-Messages, tools and content blocks are read here, so that errors can name the block; blocks must be text.
+Messages, tools and content blocks are read here, so that errors can name the block.
 
 Tool results become separate messages, in order with the texts of their message. Consecutive messages of the same
 role become one turn, as Anthropic defines it; many chat templates refuse them otherwise. Text blocks stay parts of
@@ -31,6 +31,7 @@ from llamaslot.protocol.bodies import (
     options_of,
     whole,
 )
+from llamaslot.protocol.images import image_part
 from llamaslot.text.conversation import Message, checked_object, object_of, refuse_field, text_of
 
 _CHOICES = ("n", "n_cmpl")
@@ -233,11 +234,11 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
     """Return the messages of a conversation.
 
     Raises `InvalidRequestError` for malformed messages, and `NotSupportedError` for blocks that are neither text,
-    tool use nor thinking.
+    images, tool use nor thinking.
     """
     conversation: list[Message] = []
     if system is not None:
-        _add(conversation, "system", _texts(_content_blocks(system, "system")))
+        _add(conversation, "system", _parts(_content_blocks(system, "system")))
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role = message.get("role")
@@ -248,7 +249,7 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
             case "assistant":
                 _add_assistant(conversation, blocks)
             case "system":
-                _add(conversation, "system", _texts(blocks))
+                _add(conversation, "system", _parts(blocks))
             case _:
                 refuse_field(f"{where}.role", "must be one of user, assistant, system")
     for message in conversation:
@@ -261,32 +262,32 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
 
 
 def _add_user(conversation: list[Message], blocks: _Blocks) -> None:
-    texts: list[str] = []
+    parts: list[Message] = []
     for kind, block, where in blocks:
         if kind != "tool_result":
-            texts += _texts([(kind, block, where)])
+            parts += _parts([(kind, block, where)], may_have_images=True)
             continue
-        if texts:
-            _add(conversation, "user", texts)
-            texts = []
+        if parts:
+            _add(conversation, "user", parts)
+            parts = []
         call_id = text_of(block, "tool_use_id", where)
         conversation.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
-    if texts or not blocks:
-        _add(conversation, "user", texts)
+    if parts or not blocks:
+        _add(conversation, "user", parts)
 
 
 def _result(block: Mapping[str, Any], where: str) -> str | list[Message]:
     content = block.get("content")
-    texts: list[str] = []
+    parts: list[Message] = []
     for kind, part, place in [] if content is None else _content_blocks(content, f"{where}.content"):
         if kind == "tool_reference":
             # Result of a search for tools. All tools are in the prompt already.
-            texts.append(f"The tool {text_of(part, 'tool_name', place)} is available.")
+            parts.append(_text_part(f"The tool {text_of(part, 'tool_name', place)} is available."))
         else:
-            texts += _texts([(kind, part, place)])
-    if not any(texts):
+            parts += _parts([(kind, part, place)], may_have_images=True)
+    if all(part.get("text") == "" for part in parts):
         return "The tool failed." if block.get("is_error") is True else ""
-    return _content(texts)
+    return _content(parts)
 
 
 def _add_assistant(conversation: list[Message], blocks: _Blocks) -> None:
@@ -333,31 +334,49 @@ def _call(block: Mapping[str, Any], where: str) -> Message:
     }
 
 
-def _add(conversation: list[Message], role: str, texts: Sequence[str]) -> None:
-    """Add texts to the last message if it has the same role, else as a new message."""
+def _add(conversation: list[Message], role: str, parts: list[Message]) -> None:
+    """Add parts to the last message if it has the same role, else as a new message."""
     if conversation and conversation[-1]["role"] == role:
         last = conversation[-1]
-        if texts and isinstance(last["content"], str):
-            last["content"] = _parts([last["content"]])
-        if texts:
-            last["content"] += _parts(texts)
+        if parts and isinstance(last["content"], str):
+            last["content"] = [_text_part(last["content"])]
+        if parts:
+            last["content"] += parts
     else:
-        conversation.append({"role": role, "content": _content(texts)})
+        conversation.append({"role": role, "content": _content(parts)})
 
 
-def _content(texts: Sequence[str]) -> str | list[Message]:
-    return "".join(texts) if len(texts) < 2 else _parts(texts)
+def _content(parts: list[Message]) -> str | list[Message]:
+    """Return parts as content: a text if they are at most one text."""
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
 
 
-def _parts(texts: Sequence[str]) -> list[Message]:
-    return [{"type": "text", "text": text} for text in texts]
+def _text_part(text: str) -> Message:
+    return {"type": "text", "text": text}
 
 
-def _texts(blocks: _Blocks) -> list[str]:
-    for kind, _, where in blocks:
-        if kind != "text":
+def _parts(blocks: _Blocks, *, may_have_images: bool = False) -> list[Message]:
+    """Return blocks as the parts of a chat."""
+    parts = []
+    for kind, block, where in blocks:
+        if kind == "image" and may_have_images:
+            parts.append(_image(block, where))
+        elif kind == "text":
+            parts.append(_text_part(text_of(block, "text", where)))
+        else:
             _refuse_block(kind, where)
-    return [text_of(block, "text", where) for _, block, where in blocks]
+    return parts
+
+
+def _image(block: Mapping[str, Any], where: str) -> Message:
+    source = object_of(block, "source", where)
+    kind = text_of(source, "type", f"{where}.source")
+    if kind != "base64":
+        why = f"is '{kind}': the server fetches nothing, send the image as base64"
+        refuse_field(f"{where}.source.type", why, NotSupportedError)
+    return image_part(source.get("data"), f"{where}.source.data")
 
 
 def _content_blocks(content: Any, where: str) -> _Blocks:
@@ -375,6 +394,4 @@ def _content_blocks(content: Any, where: str) -> _Blocks:
 
 def _refuse_block(kind: str, where: str) -> NoReturn:
     """Raise an error about a content block that is not allowed here, or in no prompt."""
-    # llama-server's words, from which its clients recognise a model without vision.
-    reason = "image input is not supported" if kind == "image" else "it is not supported here"
-    refuse_field(f"{where}.type", f"is '{kind}': {reason}; prompts are text", NotSupportedError)
+    refuse_field(f"{where}.type", f"is '{kind}': it is not supported here", NotSupportedError)

@@ -33,6 +33,7 @@ from llamaslot.protocol.bodies import (
     Token,
     whole,
 )
+from llamaslot.protocol.images import image_part
 from llamaslot.text.conversation import Message, checked_list, checked_object, object_of, refuse_field, text_of
 
 MAX_NAME_CHARS = 256
@@ -153,18 +154,19 @@ def converted(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody | Completio
     if body.template:
         why = ": templates of requests are not supported, the server's own is used (--chat-template)"
         refuse_field("template", why, NotSupportedError)
-    _refuse_images(body.images, "images")
-    if not (body.prompt or body.suffix):
+    if not (body.prompt or body.suffix or body.images):
         return None
     if body.raw or body.suffix:
-        for name in ("system", "context"):
+        for name in ("system", "context", "images"):
             if getattr(body, name):
                 refuse_field(name, f"cannot be combined with '{'raw' if body.raw else 'suffix'}'")
         # A number asks for probabilities in a text, and 0 for those of its own tokens alone.
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         return CompletionBody(**_shared(body), prompt=body.prompt or "", suffix=body.suffix, logprobs=logprobs)
     conversation = [{"role": "system", "content": body.system}] if body.system else []
-    return _chat(body, [*conversation, {"role": "user", "content": body.prompt}])
+    return _chat(
+        body, [*conversation, {"role": "user", "content": _content(body.prompt or "", body.images, "images")}]
+    )
 
 
 def _chat(body: OllamaBody, conversation: list[Message], tools: list[Message] | None = None) -> ChatBody:
@@ -206,11 +208,11 @@ def _format(value: Any) -> ResponseFormat | None:
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
     """Return a message as chats have it."""
-    _refuse_images(message.get("images"), f"{where}.images")
     found: Message = {"role": text_of(message, "role", where).lower(), "content": ""}
     for name, key in (("content", "content"), ("thinking", "reasoning_content"), ("tool_name", "name")):
         if message.get(name) is not None:
             found[key] = text_of(message, name, where)
+    found["content"] = _content(found["content"], message.get("images"), f"{where}.images")
     calls = checked_list(message.get("tool_calls") or (), f"{where}.tool_calls")
     if calls:
         found["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
@@ -229,6 +231,7 @@ def _call(call: Any, where: str) -> Message:
     }
 
 
-def _refuse_images(images: Any, where: str) -> None:
-    if images:
-        refuse_field(where, ": image input is not supported; prompts are text", NotSupportedError)
+def _content(text: str, images: Any, where: str) -> str | list[Message]:
+    """Return a content with its images before the text, as Ollama has them."""
+    parts = [image_part(each, f"{where}[{i}]") for i, each in enumerate(checked_list(images or (), where))]
+    return [*parts, {"type": "text", "text": text}] if parts else text

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from llamaslot.base.commands import Constraint, TextPart, TokensPart
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, about
+from llamaslot.base.commands import Constraint, ImagePart, PromptPart, TextPart, TokensPart
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError, about
 from llamaslot.base.generation.tools import ParserOptions, encoded_tools
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt_jobs import (
@@ -48,6 +48,15 @@ from llamaslot.protocol.bodies import (
 )
 from llamaslot.protocol.chat_prompt import ChatReader, checked_messages, conversation_branch, wants_reply
 from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader, read_tools
+from llamaslot.protocol.images import (
+    MEDIA_MARKER,
+    ChatImages,
+    ImageReader,
+    RequestImages,
+    UnknownSizesError,
+    given_image,
+    with_texts,
+)
 from llamaslot.protocol.ollama import (
     FIELD_NAMES,
     GENERATE_FIELD_NAMES,
@@ -78,7 +87,7 @@ from llamaslot.protocol.text_requests import (
     warming,
 )
 from llamaslot.protocol.vector_requests import embedding_requests, rerank_requests
-from llamaslot.text.conversation import clean_message
+from llamaslot.text.conversation import clean_message, refuse_field
 from llamaslot.text.grammars.compiling import GrammarChecker, Trial, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
 
@@ -132,6 +141,7 @@ class RequestReader:
         self._chats = ChatReader(template, named_tokens, self._tag_tokens, settings)
         self.output_format = self._chats.format
         """The format in which the model writes chat messages."""
+        self._images = ImageReader(info.projector)
         self._defaults = default_grammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
 
@@ -141,6 +151,8 @@ class RequestReader:
             return self._read(job)
         except UnknownGrammarError:
             return Needs(may_compile=True)
+        except UnknownSizesError as error:
+            return Needs(layouts=error.sizes)
         except RecursionError as error:
             raise too_deep() from error
 
@@ -183,7 +195,8 @@ class RequestReader:
             prompts = [self._infill.of_parts(body, self._settings)]
         else:
             refuse_missing(body, is_text=job.kind != "native")
-            prompts = prompts_of(body, self._info.n_vocab, self._settings.max_prompts)
+            images = RequestImages(self._images, job.layouts)
+            prompts = prompts_of(body, self._info.n_vocab, self._settings.max_prompts, images)
             if body.suffix:
                 self._check_sizes(prompts)
                 prompts = [self._infill.of_suffix(prompt, body, self._settings) for prompt in prompts]
@@ -271,14 +284,27 @@ class RequestReader:
         `of_api` has fields of `ReplyOptions` that chats do not have, and arguments of `_one_chat`.
         """
         refuse_missing(body)
-        return self._warming(body, job) if job.purpose == "warm" else self._one_chat(body, job, **of_api)
+        messages, images = RequestImages(self._images, job.layouts).of_messages(body.messages)
+        text = msgspec.structs.replace(body, messages=messages)
+        if job.purpose == "warm":
+            return self._warming(text, job, images)
+        return self._one_chat(text, job, images, given=body, **of_api)
 
     def _one_chat(
-        self, body: ChatBody, job: Prepare, *, before: tuple[int, ...] = (), call_ids: bool = True, **of_api: Any
+        self,
+        body: ChatBody,
+        job: Prepare,
+        images: ChatImages,
+        *,
+        given: ChatBody | None = None,
+        before: tuple[int, ...] = (),
+        call_ids: bool = True,
+        **of_api: Any,
     ) -> ReadBody:
         """Read a chat with the messages that its prompt has, after the tokens `before`.
 
-        Without `call_ids` its messages have no ids of calls, and its reply gets none.
+        `given` is the chat with the images themselves, which may be to be stored. Without `call_ids` its messages
+        have no ids of calls, and its reply gets none.
         """
         chats, is_run = self._chats, job.purpose == "run"
         # The prompt.
@@ -295,7 +321,7 @@ class RequestReader:
             constraint = constraints.for_reply(chats.format, own, use, thinking)
         is_raw = own is not None and own.param == RAW_GRAMMAR
         budget = chats.budget(body, thinking, is_raw=is_raw)
-        prompt: Prompt = (TokensPart(before), *parts) if before else parts
+        prompt: Prompt = (*((TokensPart(before),) if before else ()), *images.put_into(parts))
         self._check_size(prompt)
         if is_run:
             default = next(self._defaults, None)
@@ -326,7 +352,8 @@ class RequestReader:
         request = replace(request, tools=parser.packed_tools)
         # Remembered replies as their tokens. The reply may then have to be parsed differently.
         found = None
-        if request.params.cache_prompt and self._restorer is not None and has_reply and not before:
+        is_text = not before and not images
+        if request.params.cache_prompt and self._restorer is not None and has_reply and is_text:
             of_template = json.dumps(variables, sort_keys=True).encode()
             found = self._restorer.prompt(
                 self.template.prepared(messages),
@@ -344,10 +371,10 @@ class RequestReader:
             request = replace(request, chat=turn, rest=rest)
             if turn.begun:
                 parser = msgspec.structs.replace(parser, reasoning_open=chats.reasoning_open(body, text))
-        to_store = _chat_to_store(body, job.context.request_id) if is_run else None
+        to_store = _chat_to_store(given, job.context.request_id) if is_run and given is not None else None
         return (request,), _reply_options(body, request, self._settings, parser=parser, chat=to_store, **of_api)
 
-    def _warming(self, body: ChatBody, job: Prepare) -> ReadBody:
+    def _warming(self, body: ChatBody, job: Prepare, images: ChatImages) -> ReadBody:
         """Read a chat that is computed for later ones, which have all of its messages.
 
         If the last message needs a reply, the prompt is the chat's own. Otherwise it ends before the next message.
@@ -360,7 +387,7 @@ class RequestReader:
         if messages[-1]["role"] == "user" and not messages[-1].get("content"):
             messages = messages[:-1]
         if body.continue_final_message or (messages and messages[-1]["role"] in ("user", "tool", "function")):
-            return self._one_chat(body, job)
+            return self._one_chat(body, job, images)
         last = clean_message(messages[-1], len(messages) - 1) if messages else {}
         read = []
         for text in CONTINUATIONS:
@@ -369,9 +396,8 @@ class RequestReader:
                 for call in last.get("tool_calls", ())
             ]
             following = following or [{"role": "user", "content": text}]
-            read.append(
-                self._one_chat(change(body, messages=[*messages, *following], add_generation_prompt=None), job)
-            )
+            longer = change(body, messages=[*messages, *following], add_generation_prompt=None)
+            read.append(self._one_chat(longer, job, images))
         (one, *others), options = [request for (request,), _ in read], read[0][1]
         return (replace(one, others=tuple(others)),), options
 
@@ -406,7 +432,7 @@ class RequestReader:
         Millions of ids or texts, or a text of many MiB, would block the server's event loop, through which they
         pass.
         """
-        n_min = sum(len(part.tokens) if isinstance(part, TokensPart) else 1 for part in prompt)
+        n_min = sum(map(_n_least, prompt))
         if n_min > self._info.n_ctx_slot:
             is_whole = self._info.embeds_whole
             raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True, is_whole=is_whole)
@@ -437,6 +463,15 @@ class RequestReader:
     def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)
         refuse_missing(body)
+
+        def marker(part: Mapping[str, Any], where: str) -> str:
+            _, field = given_image(part, where)
+            self._images.check_supported(field)
+            if job.kind == "tokenize":
+                refuse_field(field, "is an image, whose tokens have no ids", NotSupportedError)
+            return MEDIA_MARKER
+
+        body = msgspec.structs.replace(body, messages=with_texts(body.messages, marker))
         return self._chats.render(body, keeps_added=keeps_added)
 
     def _tokenize(self, job: AnswerBody) -> dict[str, Any]:
@@ -477,6 +512,17 @@ class RequestReader:
     def _token_of(self, text: str) -> int | None:
         tokens = self._tokenizer.tokenize((TextPart(text),))
         return tokens[0] if len(tokens) == 1 else None
+
+
+def _n_least(part: PromptPart) -> int:
+    """Return how many tokens a part has at least."""
+    match part:
+        case TokensPart():
+            return len(part.tokens)
+        case ImagePart():
+            return part.layout.n_tokens
+        case _:
+            return 1
 
 
 def _kind_of(body: AnyBody) -> BodyKind:

@@ -35,6 +35,7 @@ from llamaslot.protocol.bodies import (
     options_of,
     whole,
 )
+from llamaslot.protocol.images import image_part
 from llamaslot.text.conversation import (
     SYSTEM_ROLES,
     Message,
@@ -437,13 +438,16 @@ class ItemReader:
         role = item.get("role")
         if role not in ("user", "assistant", *SYSTEM_ROLES):
             refuse_field(f"{where}.role", "must be user, assistant, system or developer")
-        content = _content(item.get("content"), f"{where}.content")
+        content = _content(item.get("content"), f"{where}.content", may_have_images=role == "user")
         if role == "assistant":
             self._reply(fits=lambda reply: not reply["content"] and "tool_calls" not in reply)["content"] = content
             return
         self._is_open = False
         if role == "user":
-            self.user_texts.append(joined(content, "\n"))
+            parts = content if isinstance(content, list) else ()
+            self.user_texts.append(
+                "\n".join(part["text"] for part in parts if "text" in part) if parts else joined(content, "\n")
+            )
         if role in SYSTEM_ROLES and len(self._messages) == min(len(self._instructions), 1):
             self._instructions.append(joined(content, "\n"))
             if self._messages:
@@ -464,7 +468,7 @@ class ItemReader:
     def _add_output(self, item: Item, where: str) -> None:
         call_id = _call_id(item, where)
         self._is_open = False
-        content = _content(item.get("output"), f"{where}.output")
+        content = _content(item.get("output"), f"{where}.output", may_have_images=True)
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _add_compaction(self, item: Item, where: str) -> None:
@@ -483,8 +487,8 @@ class ItemReader:
         return self._messages[-1]
 
 
-def _content(content: Any, where: str) -> str | list[Message]:
-    """Return content as a text or as text parts of a chat."""
+def _content(content: Any, where: str, *, may_have_images: bool = False) -> str | list[Message]:
+    """Return content as a text or as parts of a chat."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -498,9 +502,19 @@ def _content(content: Any, where: str) -> str | list[Message]:
             parts.append({"type": "text", "text": text_of(part, "refusal", place)})
         elif kind in _TEXT_PARTS:
             parts.append({"type": "text", "text": text_of(part, "text", place)})
+        elif kind == "input_image" and may_have_images:
+            parts.append(_image(part, place))
         else:
-            refuse_field(place, f"is of type '{kind}': only text is supported", NotSupportedError)
-    return parts[0]["text"] if len(parts) == 1 else parts
+            known = "text and images are" if may_have_images else "text is"
+            refuse_field(place, f"is of type '{kind}': only {known} supported here", NotSupportedError)
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+
+
+def _image(part: Item, where: str) -> Message:
+    """Return an image as a part of a chat."""
+    if part.get("image_url") is None and part.get("file_id") is not None:
+        refuse_field(f"{where}.file_id", "is not supported: send the image as a data: URL", NotSupportedError)
+    return image_part(part.get("image_url"), f"{where}.image_url")
 
 
 def _optional_text(parts: Any, where: str) -> str:

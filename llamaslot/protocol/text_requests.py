@@ -22,7 +22,15 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from llamaslot.base.adapters import Adapters, applied
-from llamaslot.base.commands import N_SEEDS, ContextShift, GenerateParams, PromptPart, TextPart, TokensPart
+from llamaslot.base.commands import (
+    N_SEEDS,
+    ContextShift,
+    GenerateParams,
+    ImagePart,
+    PromptPart,
+    TextPart,
+    TokensPart,
+)
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import FimTokens, ModelInfo
@@ -40,6 +48,7 @@ from llamaslot.protocol.bodies import (
     Parts,
     PromptObject,
 )
+from llamaslot.protocol.images import RequestImages
 from llamaslot.text.conversation import refuse_field
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -189,6 +198,8 @@ def text_requests(
     prompt_probs = sampling.n_probs if options.echo and wants_probs(options) else -1
     if prompt_probs > MAX_TOP_LOGPROBS:
         refuse_field("logprobs", f"must be at most {MAX_TOP_LOGPROBS} with 'echo'")
+    if prompt_probs >= 0 and any(isinstance(part, ImagePart) for prompt in prompts for part in prompt):
+        refuse_field("logprobs", "cannot be combined with 'echo' where the prompt has images", NotSupportedError)
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
         refuse_field("id_slot", f"must be below {info.n_slots}")
@@ -249,9 +260,9 @@ def warming(request: TextRequest, pin: bool | None) -> TextRequest:
 
 
 def open_ended(request: TextRequest) -> TextRequest:
-    """Return the request for a text that later prompts continue; one that ends with token ids is unchanged."""
+    """Return the request for a text that later prompts continue; one that ends with other tokens is unchanged."""
     *parts, last = request.parts
-    if isinstance(last, TokensPart):
+    if not isinstance(last, TextPart):
         return request
     one, *others = (
         replace(request, parts=(*parts, msgspec.structs.replace(last, text=last.text + text)))
@@ -265,24 +276,30 @@ def max_tokens_of(options: Options, settings: RequestPolicy) -> int:
     return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, settings.max_tokens)
 
 
-def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Prompt]:
+def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int, images: RequestImages) -> list[Prompt]:
     """Return the prompts of a `prompt` field: one text, one list that contains token ids, or a list of prompts."""
     prompt = body.prompt
     if isinstance(prompt, str | PromptObject) or any(isinstance(item, int) for item in prompt):
-        return [parse_prompt(prompt, n_vocab, "prompt")]
+        return [parse_prompt(prompt, n_vocab, "prompt", images=images)]
     if not prompt:
         refuse_field("prompt", "must not be empty")
     # Checked before they are parsed, because there may be a million.
     if len(prompt) > max_prompts:
         refuse_field("prompt", f"has {len(prompt)} prompts, and the limit is {max_prompts}")
-    return [parse_prompt(item, n_vocab, f"prompt[{i}]") for i, item in enumerate(prompt)]
+    return [parse_prompt(item, n_vocab, f"prompt[{i}]", images=images) for i, item in enumerate(prompt)]
 
 
-def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = True) -> Prompt:
-    """Return one prompt: a text, a list of texts and token ids, or llama-server's object around either."""
+def parse_prompt(
+    prompt: object, n_vocab: int, param: str, *, special: bool = True, images: RequestImages | None = None
+) -> Prompt:
+    """Return one prompt: a text, a list of texts and token ids, or llama-server's object around either.
+
+    Only with `images` it may be an object, whose images these read.
+    """
     if isinstance(prompt, PromptObject):
+        assert images is not None
         if prompt.multimodal_data:
-            refuse_field(f"{param}.multimodal_data", "is not supported yet: only text is", NotSupportedError)
+            return images.of_prompt(prompt.prompt_string, prompt.multimodal_data, param)
         prompt = prompt.prompt_string
     if isinstance(prompt, str):
         return (TextPart(prompt, special=special),)
@@ -488,6 +505,8 @@ class InfillPrompts:
         fim = self._fim("suffix")
         if body.echo:
             refuse_field("suffix", "cannot be combined with 'echo'")
+        if any(isinstance(part, ImagePart) for part in prompt):
+            refuse_field("suffix", "cannot be combined with images", NotSupportedError)
         return self._prompt(
             fim,
             prefix=self._tokenize(prompt),

@@ -97,17 +97,18 @@ def joined(content: str | Sequence[Mapping[str, Any]], separator: str) -> str:
 def _content(content: Any, where: str) -> str | list[Message]:
     if content is None or isinstance(content, str):
         return content or ""
-    return [_part(part, f"{where}[{i}]") for i, part in enumerate(checked_list(content, where))] or ""
+    return [clean_part(part, f"{where}[{i}]") for i, part in enumerate(checked_list(content, where))] or ""
 
 
-def _part(part: Any, where: str) -> Message:
+def clean_part(part: Any, where: str) -> Message:
+    """Return a part of a message's content as a text part. Images were taken out before (`protocol/images.py`)."""
     checked_object(part, where)
     kind = text_of(part, "type", where)
     if kind == "refusal":
         # OpenAI's clients send back a model's refusal.
         return {"type": "text", "text": text_of(part, "refusal", where)}
     if kind != "text":
-        refuse_field(where, f"is of type '{kind}': only text is supported")
+        refuse_field(where, f"is of type '{kind}': only text and images are supported")
     return {"type": "text", "text": text_of(part, "text", where)}
 
 

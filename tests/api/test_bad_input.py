@@ -90,7 +90,11 @@ async def test_a_wrong_value_is_refused_by_field(server: Any, path: str, field: 
         ({"messages": [{"role": ["user"], "content": "Hello"}]}, INVALID, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, INVALID, "messages[0]"),
         ({"messages": [{"role": "user", "content": 5}]}, INVALID, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, INVALID, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            INVALID,
+            "messages[0].content[0].image_url",
+        ),
         ({"messages": HELLO["messages"], "chat_template_kwargs": []}, INVALID, "chat_template_kwargs"),
         ({"messages": HELLO["messages"], "continue_final_message": True}, INVALID, "continue_final_message"),
         (
@@ -123,7 +127,7 @@ async def test_a_wrong_conversation_is_refused_by_field(
         ([1, ["a"]], INVALID, "prompt"),
         ([1, "a", None], INVALID, "prompt[2]"),
         ({"text": "a"}, INVALID, "prompt.prompt_string"),
-        ({"prompt_string": "a", "multimodal_data": ["AAAA"]}, UNBUILT, "prompt.multimodal_data"),
+        ({"prompt_string": "a", "multimodal_data": ["AAAA"]}, UNBUILT, "prompt.multimodal_data[0]"),
     ],
     ids=str,
 )

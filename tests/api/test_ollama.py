@@ -314,7 +314,7 @@ async def test_the_model_is_described(start: Any) -> None:
         (CHAT, {**PLAIN, "options": {"stop": ["x"] * 300}}, "'options.stop' has 300 strings"),
         (CHAT, {**PLAIN, "options": {"id_slot": 99}}, "'options.id_slot' must be below"),
         (CHAT, {**PLAIN, "format": {"type": "object", "not": {}}}, "'format': JSON Schema's 'not'"),
-        (CHAT, {**PLAIN, "messages": [{**HELLO[0], "images": ["a"]}]}, "'messages[0].images': image input"),
+        (CHAT, {**PLAIN, "messages": [{**HELLO[0], "images": ["a"]}]}, "'messages[0].images[0]': image input"),
         (CHAT, {**PLAIN, "messages": [{"role": "boss", "content": ""}]}, "'messages[0].role' must be one of"),
         (CHAT, {**PLAIN, "tools": [{"type": "web_search"}]}, "'tools[0]' must be an object of type 'function'"),
         (CHAT, {**PLAIN, "messages": [{**HELLO[0], "content": "x" * 2000}]}, "exceeds the available context size"),

@@ -33,23 +33,23 @@ def of_blocks(*blocks: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
-        (CHAT, of_chat({"type": "text", "text": "See:"}, IMAGE), "messages[2].content[1]"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].image_url.url"),
+        (CHAT, of_chat({"type": "text", "text": "See:"}, IMAGE), "messages[2].content[1].image_url.url"),
         (CHAT, of_chat({"type": "input_audio", "input_audio": {}}), "messages[2].content[0]"),
         (CHAT, of_chat({"type": "file", "file": {"file_id": "a"}}), "messages[2].content[0]"),
         (CHAT, {"messages": [HELLO], "tools": [{"type": "tool_search"}]}, "tools[0]"),
         (CHAT, {"messages": [HELLO], "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
         (CHAT, {"messages": [HELLO, {**ASKED, "tool_calls": [{"type": "custom"}]}]}, "messages[1].tool_calls[0]"),
         (CHAT, {"messages": [HELLO], "modalities": ["text", "audio"]}, "modalities"),
-        (RESPONSES, of_items({"role": "user", "content": [{"type": "input_image"}]}), "input[1].content[0]"),
+        (RESPONSES, of_items({"role": "user", "content": [{"type": "input_image", "file_id": "a"}]}),
+         "input[1].content[0].file_id"),
+        (RESPONSES, of_items({"role": "system", "content": [{"type": "input_image", "image_url": "data:,"}]}),
+         "input[1].content[0]"),
         (RESPONSES, of_items({"role": "user", "content": [{"type": "input_file"}]}), "input[1].content[0]"),
         *[
             (RESPONSES, of_items(ITEM, {"type": kind, "call_id": "call_1", "output": output}), "input[2].output[1]")
             for kind in ("function_call_output", "custom_tool_call_output")
-            for output in (
-                [{"type": "input_text", "text": "See:"}, {"type": "input_image", "image_url": "data:,"}],
-                [{"type": "input_text", "text": "See:"}, {"type": "input_file", "file_id": "a"}],
-            )
+            for output in ([{"type": "input_text", "text": "See:"}, {"type": "input_file", "file_id": "a"}],)
         ],
         *[
             (RESPONSES, of_items({"type": kind, "id": "a"}), "input[1]")
@@ -72,20 +72,20 @@ def of_blocks(*blocks: dict[str, Any]) -> dict[str, Any]:
             for kind in ("web_search", "file_search", "tool_search", "mcp", "image_generation")
         ],
         (MESSAGES, of_blocks({"type": "text", "text": "See:"}, {"type": "image", "source": SOURCE}),
-         "messages[2].content[0].content[1].type"),
+         "messages[2].content[0].content[1].source.data"),
         *[
             (MESSAGES, of_blocks({"type": kind}), "messages[2].content[0].content[0].type")
             for kind in ("document", "search_result", "tool_search_result")
         ],
         *[
             (MESSAGES, {"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages[0].content[0].type")
-            for kind in ("image", "document", "search_result", "container_upload", "audio")
+            for kind in ("document", "search_result", "container_upload", "audio")
         ],
         *[
             (MESSAGES, {"messages": [HELLO, {"role": "assistant", "content": [{"type": kind}]}]},
              "messages[1].content[0].type")
             for kind in (
-                *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use"),
+                *("image", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "mcp_tool_use"),
                 *("code_execution_tool_result", "mcp_tool_result", "tool_search_tool_result", "compaction"),
             )
         ],

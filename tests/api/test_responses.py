@@ -431,7 +431,7 @@ async def test_an_error_in_a_stream_is_an_event_and_ends_the_response(start: Any
         ({"input": [{"role": "user"}]}, "input[0].content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0]",
+            "input[0].content[0].image_url",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "function_call", "name": "f", "call_id": "a"}]}, "input[0].arguments"),

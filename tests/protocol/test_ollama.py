@@ -175,7 +175,8 @@ def test_wrong_values_are_named(fields: dict[str, Any], param: str) -> None:
     [
         ([HI, {"content": "Hi"}], "messages[1].role"),
         ([{**HI, "content": [{"type": "text", "text": "Hi"}]}], "messages[0].content"),
-        ([{**HI, "images": ["iVBORw0KGgo="]}], "messages[0].images"),
+        ([{**HI, "images": [5]}], "messages[0].images[0]"),
+        ([{**HI, "images": "iVBORw0KGgo="}], "messages[0].images"),
         ([{**HI, "thinking": 5}], "messages[0].thinking"),
         ([{"role": "tool", "tool_name": []}], "messages[0].tool_name"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
@@ -199,7 +200,9 @@ def test_wrong_messages_are_named(messages: Any, param: str) -> None:
     ("fields", "param"),
     [
         ({"template": "{{ .Prompt }}"}, "template"),
-        ({"images": ["iVBORw0KGgo="]}, "images"),
+        ({"images": ["iVBORw0KGgo="], "raw": True}, "images"),
+        ({"images": ["iVBORw0KGgo="], "suffix": "x"}, "images"),
+        ({"images": [None]}, "images"),
         ({"raw": True, "system": "Be brief."}, "system"),
         ({"raw": True, "context": [1]}, "context"),
         ({"suffix": "x", "context": [1]}, "context"),
