@@ -96,6 +96,8 @@ _MAX_TOKENS = 2**20
 _MAX_REPLY_BYTES = 16 * 2**20
 """Most bytes of an answer, which the parent process keeps until the client has read it."""
 
+_BLOCKS = ("image", "tool_use", "tool_result", "thinking", "redacted_thinking")
+"""Types of content that only Anthropic's messages have."""
 
 ReadBody: TypeAlias = tuple[tuple[TextRequest, ...], ReplyOptions]
 """A request for each prompt of a body, and the options of its reply."""
@@ -533,7 +535,15 @@ def _kind_of(body: AnyBody) -> BodyKind:
     is_messages = body.system is not UNSET or any(
         isinstance(tool, dict) and "input_schema" in tool and "function" not in tool for tool in tools
     )
+    messages = body.messages if isinstance(body.messages, list) else ()
+    is_messages |= any(_has_blocks(each.get("content")) for each in messages if isinstance(each, dict))
     return "messages" if is_messages else "chat"
+
+
+def _has_blocks(content: object) -> bool:
+    """Return True for content of Anthropic's messages that chats do not have."""
+    blocks = content if isinstance(content, list) else ()
+    return any(isinstance(block, dict) and block.get("type") in _BLOCKS for block in blocks)
 
 
 def _reply_options(body: Options, request: TextRequest, settings: RequestPolicy, **of_kind: Any) -> ReplyOptions:
