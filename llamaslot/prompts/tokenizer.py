@@ -33,7 +33,7 @@ from llamaslot.base.adapters import adapters_key
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.images import PromptImage, Tile, tile_ids
+from llamaslot.base.images import PromptImage, Tile, before_image, tile_ids
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
     WIDTH,
@@ -113,11 +113,8 @@ def _placed(part: ImagePart, start: int) -> tuple[list[Tokens], PromptImage]:
 
 
 def _first_tokens(prompt: TokenizedPrompt, n_tokens: int) -> TokenizedPrompt:
-    """Return the first tokens of a prompt, without an image that is not whole among them."""
-    for image in prompt.images:
-        for tile in image.tiles:
-            if tile.start < n_tokens < tile.end:
-                n_tokens = tile.start
+    """Return the first tokens of a prompt, without a tile that is not whole among them."""
+    n_tokens = before_image(prompt.tokens, n_tokens)
     images = [
         structs.replace(image, tiles=tuple(tile for tile in image.tiles if tile.end <= n_tokens))
         for image in prompt.images
