@@ -22,7 +22,7 @@ def test_that_there_is_no_gpu_is_no_error_where_it_is_hidden(
     if hidden is not None:
         monkeypatch.setenv(variable, hidden)
     with capture_logs() as logged:
-        library._on_log(library._ERROR, NO_GPU.format(backend).encode(), None)
-        library._on_log(library._ERROR, OTHER.encode(), None)
+        library.on_log(library._ERROR, NO_GPU.format(backend).encode(), None)
+        library.on_log(library._ERROR, OTHER.encode(), None)
     first = "debug" if hidden in {"", "-1"} else "error"
     assert [each["log_level"] for each in logged] == [first, "error"]

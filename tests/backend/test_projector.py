@@ -442,6 +442,7 @@ def refusal(model: Path, path: Path, **settings: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         LlamaBackend(LlamaSettings(model, mmproj=path, **SETTINGS | settings))
     assert refused.value.param == "--mmproj"
+    assert len(refused.value.message.splitlines()) == 1
     return refused.value.message
 
 

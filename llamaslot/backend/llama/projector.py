@@ -2,7 +2,7 @@
 
 libmtmd checks little of a file: at shapes, types and numbers that it does not expect it ends the process. So a file
 is tried in a process of its own before it is loaded here, with the model's vocabulary alone and images of many
-sizes (`_try`). It also ends the process at images of extreme sizes, which are refused here.
+sizes (`_try`). It also ends the process at images of extreme sizes, which are refused here (fact 45).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from threading import Lock
 from typing import Any
 
 import llama_cpp
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
@@ -246,7 +247,8 @@ def _open(path: Path, model: Any, settings: LlamaSettings, n_threads: int) -> An
     with library.watched() as (_, errors):
         handle = mtmd.mtmd_init_from_file(os.fsencode(path), model, params)
         if not handle:
-            raise _error(f"cannot load {path} for {settings.model}: {loading.reason_of(errors)}")
+            reason = loading.reason_of(errors).splitlines()[0]
+            raise _error(f"cannot load {path} for {settings.model}: {reason}")
     if not mtmd.mtmd_support_vision(handle):
         mtmd.mtmd_free(handle)
         raise _error(f"{path} is not for images")
@@ -323,9 +325,12 @@ def _tried(path: Path, model: Path, limits: tuple[int, int], _digest: str) -> st
     if done.returncode == 0:
         return ""
     if done.returncode == 2:
-        return done.stdout.decode(errors="replace").strip()
-    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if "GGML_ASSERT" in line]
-    why = f" ({lines[0].strip()})" if lines else ""
+        # What is logged comes before.
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=str)
+    lines = done.stderr.decode(errors="replace").splitlines()
+    if done.returncode > 0:
+        return f"{path} cannot be tried: {lines[-1] if lines else f'exit status {done.returncode}'}"
+    why = next((f" ({line[line.index('GGML_') :].strip()})" for line in lines if "GGML_" in line), "")
     return f"{path} is damaged, hostile or not supported: llama.cpp ends its process at it{why}"
 
 
@@ -365,7 +370,7 @@ def main(path: Path, model: Path, n_min: int, n_max: int) -> int:
                 pixels = bytes(3 * n) if n <= _MAX_TRIED_PIXELS else None
                 _mtmd().mtmd_input_chunks_free(_tokenize(handle, size, pixels))
     except ConfigError as error:
-        print(error.message.removeprefix(f"{_FLAG}: "))
+        print(msgspec.json.encode(error.message.removeprefix(f"{_FLAG}: ")).decode())
         return 2
     return 0
 
