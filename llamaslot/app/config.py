@@ -17,8 +17,7 @@ from msgspec import Meta
 from llamaslot.base.model import MAX_DRAFT
 
 INT32_MAX = 2**31 - 1
-MAX_MIN_IMAGE_TOKENS, MAX_IMAGE_TOKENS = 2**12, 2**16
-"""Largest numbers with which a narrow image is not enlarged, or scaled, to an edge at which llama.cpp aborts."""
+ImageTokens = Annotated[int, Meta(ge=0, le=2**16)]  # llama.cpp counts their pixels with 32 bits.
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -347,10 +346,10 @@ class Config:
     )
     mmproj: str = llama("", "projector of the model (mmproj file), with which it takes images", "-mm --mmproj")
     mmproj_offload: bool = llama(True, "compute the projector on a GPU, if there is one")
-    image_min_tokens: Annotated[int, Meta(ge=0, le=MAX_MIN_IMAGE_TOKENS)] = llama(
+    image_min_tokens: ImageTokens = llama(
         0, "fewest tokens of an image, for models that take images of any size; 0: the projector's number"
     )
-    image_max_tokens: Annotated[int, Meta(ge=0, le=MAX_IMAGE_TOKENS)] = llama(
+    image_max_tokens: ImageTokens = llama(
         0, "most tokens of an image, for models that take images of any size; 0: the projector's number"
     )
     rope_scaling: Literal["auto", "none", "linear", "yarn"] = llama(

@@ -2,7 +2,7 @@
 
 libmtmd checks little of a file: at shapes, types and numbers that it does not expect it ends the process. So a file
 is tried in a process of its own before it is loaded here, with the model's vocabulary alone and images of many
-sizes (`_try`). It also ends the process at images of extreme sizes, which are refused here (fact 45).
+sizes (`_try`, fact 45).
 """
 
 from __future__ import annotations
@@ -41,16 +41,10 @@ from llamaslot.base.model import ModelFile
 _log = structlog.get_logger(__name__)
 
 MAX_PIXELS = 2**26
-"""Most pixels of an image: decoded and copied they take half a gigabyte."""
-MAX_EDGE = 2**15
-"""Most pixels of an edge; libmtmd ends the process at 46,000."""
+"""Most pixels of an image: decoded and copied they take half a gigabyte, and libmtmd counts them with 32 bits."""
 MAX_RATIO = 200
 """Most times that an edge is longer than the other one. libmtmd scales the longer one to some hundred pixels, and
-ends the process if the other one vanishes; Qwen-VL's own preprocessing has the same limit.
-"""
-MAX_MIN_TOKENS, MAX_MAX_TOKENS = 2**12, 2**16
-"""Largest `--image-min-tokens` and `--image-max-tokens`: an image as narrow as it may be, that is enlarged to the
-former, stays within libmtmd's longest edge.
+cannot encode an image if the other one vanishes; Qwen-VL's own preprocessing has the same limit.
 """
 _KEPT_BYTES = 64 * 2**20
 """Most bytes of embeddings that are kept, those of the last tile apart."""
@@ -188,14 +182,13 @@ def load(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[ImageProj
 
 
 def check_size(size: ImageSize) -> None:
-    """Raise `InvalidRequestError` for a size at which libmtmd would end the process, or that is too large."""
+    """Raise `InvalidRequestError` for a size of which libmtmd cannot make tokens, or that takes too much memory."""
     least, most = sorted((size.width, size.height))
     if least < 1:
         raise InvalidRequestError(f"an image of {_shown(size)} pixels is empty")
-    if most > MAX_EDGE or least * most > MAX_PIXELS:
+    if least * most > MAX_PIXELS:
         raise InvalidRequestError(
-            f"an image of {_shown(size)} pixels is too large: at most {MAX_PIXELS:,} are accepted, {MAX_EDGE:,} of "
-            "an edge"
+            f"an image of {_shown(size)} pixels is too large: at most {MAX_PIXELS:,} pixels are accepted"
         )
     if most > MAX_RATIO * least:
         raise InvalidRequestError(
@@ -362,7 +355,7 @@ def main(path: Path, model: Path, n_min: int, n_max: int) -> int:
         library.initialise()
         _check_tensors(path, read_projector(path))
         handle = _open(path, loading.load_vocab(model), settings, n_threads=1)
-        edges = (1, 7, 30, 100, 256, 500, 1000, 4000, 8192, MAX_EDGE)
+        edges = (1, 7, 30, 100, 256, 500, 1000, 4000, 8192, 2**16)
         for size in (ImageSize(width, height) for width in edges for height in edges):
             with contextlib.suppress(InvalidRequestError):
                 check_size(size)
