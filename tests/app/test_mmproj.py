@@ -1,0 +1,67 @@
+"""A server with a projector of images: flags, errors at start, and a file that changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import llamaslot.demo
+from llamaslot.app.config import Config
+from llamaslot.app.model_config import check
+from llamaslot.base.errors import ConfigError
+from tests.app.test_crashes import STORY, wait
+from tests.live import Server, serving
+from tests.vision_files import write_projector
+
+MODEL = Path(llamaslot.demo.__file__).with_name("demo.gguf")
+WIDTH = 192
+
+
+def complete(server: Server) -> str:
+    return server.post("/completion", {"prompt": STORY, "n_predict": 8, "temperature": 0})["content"]
+
+
+@pytest.mark.slow
+def test_text_is_what_it_is_without_a_projector(tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "mmproj.gguf", "mlp", n_embd=WIDTH)
+    with serving(tmp_path) as server:
+        expected = complete(server)
+    with serving(tmp_path, "--mmproj", path, "--no-mmproj-offload") as server:
+        assert complete(server) == expected
+
+
+@pytest.mark.slow
+def test_a_projector_that_cannot_be_used_ends_the_start_with_an_error_that_names_the_flag(tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "narrow.gguf", "mlp", n_embd=64)
+    crashing = write_projector(tmp_path / "crashing.gguf", "mlp", n_embd=WIDTH, dropped=["mm.2.weight"])
+    for wrong in (path, crashing, tmp_path / "none.gguf", MODEL):
+        with pytest.raises(AssertionError, match="--mmproj"), serving(tmp_path, "--mmproj", wrong):
+            pass
+
+
+@pytest.mark.slow
+def test_a_projector_that_changes_in_its_sleep_is_not_used(tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "a.gguf", "mlp", n_embd=WIDTH)
+    with serving(tmp_path, "--mmproj", path, "--sleep-idle-seconds", "1") as server:
+        before = complete(server)
+        wait(lambda: bool(server.get("/props")["is_sleeping"]))
+        assert complete(server) == before
+        wait(lambda: bool(server.get("/props")["is_sleeping"]))
+        write_projector(path, "mlp", n_embd=WIDTH, seed=2)
+        with pytest.raises(OSError):  # noqa: PT011 - an error of HTTP, or a connection that ends
+            complete(server)
+        wait(lambda: server.process.poll() is not None)
+        assert "--mmproj was changed" in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        (Config(image_min_tokens=9, image_max_tokens=8), "--image-max-tokens"),
+        (Config(mmproj="a.gguf", embeddings=True), "--mmproj"),
+    ],
+)
+def test_flags_that_exclude_each_other(config: Config, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        check(config)
