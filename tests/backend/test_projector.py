@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -553,3 +555,13 @@ def test_a_prompt_may_end_with_an_image(case: Case) -> None:
         sampler.close()
         backend.close()
     assert drawn[0] == drawn[1]
+
+
+def test_models_without_images_load_nothing_of_them(tiny: Path) -> None:
+    load = f"LlamaBackend(LlamaSettings(Path({str(tiny)!r}), n_ctx=256, n_slots=1)).close()"
+    found = "print({'PIL', 'llama_cpp.mtmd_cpp'} & {*sys.modules})"
+    start = "import sys; from pathlib import Path; from llamaslot.backend.llama import LlamaBackend, LlamaSettings"
+    done = subprocess.run(
+        [sys.executable, "-c", "; ".join((start, load, found))], capture_output=True, check=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "set()"

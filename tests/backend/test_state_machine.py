@@ -806,6 +806,7 @@ def test_llama_backend_with_a_partial_state(shape: str) -> None:
         ("tiny-swa", "gemma3"),
         ("tiny-swa", "idefics3"),
         ("tiny-lfm2", "idefics3"),
+        ("tiny-mamba", "idefics3"),
     ],
 )
 def test_llama_backend_with_images(shape: str, of_projector: Kind, tmp_path: Path) -> None:
