@@ -10,7 +10,7 @@ import llamaslot.demo
 from llamaslot.app.config import Config
 from llamaslot.app.model_config import check
 from llamaslot.base.errors import ConfigError
-from tests.app.test_crashes import STORY, wait
+from tests.app.test_crashes import STORY, engine_of, wait
 from tests.live import Server, serving
 from tests.vision_files import write_projector
 
@@ -65,3 +65,13 @@ def test_a_projector_that_changes_in_its_sleep_is_not_used(tmp_path: Path) -> No
 def test_flags_that_exclude_each_other(config: Config, flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         check(config)
+
+
+@pytest.mark.slow
+def test_another_projector_is_not_used_after_a_crash(tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "a.gguf", "mlp", n_embd=WIDTH)
+    with serving(tmp_path, "--mmproj", path) as server:
+        complete(server)
+        write_projector(path, "mlp", n_embd=WIDTH, seed=2)
+        engine_of(server).kill()
+        wait(lambda: "the file of --mmproj was changed while it was served" in server.log.read_text())
