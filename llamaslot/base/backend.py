@@ -296,7 +296,7 @@ class Backend(Protocol):
         """Return the tokens of an image of a size. May be called from any thread, also while `decode` runs.
 
         Raises `InvalidRequestError` for a size of which no tokens can be made, `NotSupportedError` without a
-        projector.
+        projector, and `UnavailableError` while the model is unloaded.
         """
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:

@@ -28,7 +28,7 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, projector
 from llamaslot.backend.llama.loading import CACHE_TYPES, FLASH_ATTN
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.images import ImageSize, PromptImage
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Load, Remove, Restore, Save, Take
@@ -330,7 +330,7 @@ def test_an_unloaded_projector_is_loaded_again(case: Case) -> None:
         assert backend.stats.n_tiles_encoded == n_times * len(image.tiles)
         backend.change(Remove(0, 0))
         backend.unload()
-        with pytest.raises(IllegalCallError, match="not loaded"):
+        with pytest.raises(UnavailableError, match="not loaded"):
             backend.image_layout(case.size)
         backend.reload()
     backend.close()

@@ -436,7 +436,7 @@ def draft_replies(harness: Harness, n_drafted: tuple[int, int], replies: dict[st
 
     def planned(now: float) -> StepPlan:
         for request in scheduler.running:
-            prompt = bytes(token for token in request.prompt.tokens.tolist() if token < BOS)
+            prompt = bytes(token for token in request.prompt.tokens.tolist() if 0 <= token < BOS)
             n = request.n_generated
             known = replies.get(prompt.decode(), "").encode()[n : n + n_right]
             if n and n_right + n_wrong:

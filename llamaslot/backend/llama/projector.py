@@ -31,7 +31,7 @@ from llamaslot.backend.llama import library, loading
 from llamaslot.backend.llama.capabilities import MROPE
 from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.base import model as base_model
-from llamaslot.base.errors import ConfigError, InvalidRequestError
+from llamaslot.base.errors import ConfigError, InvalidRequestError, UnavailableError
 from llamaslot.base.files import Tensor, open_regular, read_projector
 from llamaslot.base.image_files import decode
 from llamaslot.base.images import Delimiters, ImageLayout, ImageSize, PromptImage
@@ -80,7 +80,8 @@ class ImageProjector:
         check_size(size)
         with self._lock:
             if self._handle is None:
-                raise IllegalCallError("the model is not loaded")
+                # A query may come while the model is being unloaded.
+                raise UnavailableError("the model is not loaded", retry_after=1)
             with _tokenized(self._handle, size, None) as chunks:
                 runs = tuple(run for run, _ in _runs(chunks))
         layout = ImageLayout(runs)

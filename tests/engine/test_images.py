@@ -1,0 +1,259 @@
+"""The engine with images on the fake backend: tiles in steps of their own, and none computed twice."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaslot.base.commands import ImagePart, PromptPart, TextPart
+from llamaslot.base.events import Cancelled, Failed, Finished
+from llamaslot.base.images import ImageLayout, ImageSize, PromptImage
+from llamaslot.base.model import StateKind
+from llamaslot.scheduler.step import StepPlan
+from tests.engine.harness import Harness, alone, running
+from tests.engine.test_workloads import ENDLESS, failures, turns
+from tests.fake_backend import FakeBackend
+
+N_CTX = 128
+
+
+def picture(i: int, size: ImageSize | None = None) -> ImagePart:
+    """An image; those with higher numbers have more tiles, up to 3."""
+    layout = FakeBackend(projector=True).image_layout(size or ImageSize(64 * (i % 3) + 1, i + 1))
+    return ImagePart(PromptImage(b"%d" % i, b"%d" % i * 16), layout)
+
+
+def parts_of(prompt: str) -> tuple[PromptPart, ...]:
+    """Text, in which each digit stands for an image."""
+    parts: list[PromptPart] = []
+    for letter in prompt:
+        if letter.isdigit():
+            parts.append(picture(int(letter)))
+        elif parts and isinstance(parts[-1], TextPart):
+            parts[-1] = TextPart(parts[-1].text + letter)
+        else:
+            parts.append(TextPart(letter))
+    return tuple(parts)
+
+
+def n_tiles(prompt: str) -> int:
+    return sum(
+        isinstance(run, int) for each in parts_of(prompt) if isinstance(each, ImagePart) for run in each.layout.runs
+    )
+
+
+def finished(event: object) -> Finished:
+    assert isinstance(event, Finished), event
+    return event
+
+
+async def answer(prompt: str, max_tokens: int = 8, kind: StateKind = StateKind.NONE, **fields: Any) -> str:
+    """The reply to a prompt by a server that has computed nothing else."""
+    backend = FakeBackend(n_ctx=N_CTX, n_slots=1, projector=True, kind=kind)
+    return await alone(parts_of(prompt), backend, max_tokens=max_tokens, **fields)
+
+
+@functools.cache
+def cold(prompt: str, max_tokens: int, kind: StateKind) -> str:
+    return asyncio.run(answer(prompt, max_tokens, kind))
+
+
+async def test_no_image_is_encoded_in_the_second_turn_by_another_user_or_from_ram() -> None:
+    backend = FakeBackend(n_ctx=N_CTX, projector=True, n_reserved=1)
+    async with running(backend, ram_bytes=10**6) as engine:
+        first = "look: 2 what is it"
+        await engine.submit("1", parts_of(first))
+        assert backend.n_tiles_encoded == n_tiles(first) == 3
+        second = f"{first}{engine.text('1')} and now"
+        again = finished(await engine.submit("2", parts_of(second)))
+        assert engine.text("2") == await answer(second)
+        other = finished(await engine.submit("3", parts_of("look: 2 another question")))
+        assert other.progress.n_cached == len("look: ") + picture(2).layout.n_tokens + len(" ") + 1
+        # The pool is full of other prompts: what was in it is in RAM.
+        for i in range(4):
+            await engine.submit(f"filler {i}", f"{i}" * 100)
+        assert engine.engine.scheduler.cache_stats().ram.tokens
+        later = finished(await engine.submit("4", parts_of(second)))
+        assert later.progress.n_loaded
+        assert again.progress.n_prompt_computed < 10
+        assert later.progress.n_prompt_computed < 10
+        assert backend.n_tiles_encoded == 3
+
+
+async def test_another_image_is_never_reused() -> None:
+    backend = FakeBackend(n_ctx=N_CTX, projector=True)
+    async with running(backend) as engine:
+        await engine.submit("1", parts_of("look: 1 what"))
+        other = finished(await engine.submit("2", parts_of("look: 4 what")))
+        assert other.progress.n_cached == len("look: ") + 1 + len("<i>")
+        assert engine.text("2") == await answer("look: 4 what")
+
+
+async def test_a_match_does_not_end_within_an_image() -> None:
+    """Not even where the ids of two images begin alike, as those of an image with other tiles do here."""
+    backend = FakeBackend(n_ctx=N_CTX, projector=True)
+    async with running(backend) as engine:
+        one, longer = picture(5, ImageSize(1, 5)), picture(5, ImageSize(1, 9))
+        (_, n_one, _), (_, n_longer, _) = one.layout.runs, longer.layout.runs
+        assert isinstance(n_one, int)
+        assert isinstance(n_longer, int)
+        assert n_one < n_longer
+        for name, image in (("1", one), ("2", longer)):
+            end = finished(await engine.submit(name, (TextPart("look: "), image, TextPart(" what"))))
+        assert end.progress.n_cached == len("look: ") + 1 + len("<i>")
+
+
+async def test_a_prompt_may_end_with_an_image() -> None:
+    backend = FakeBackend(n_ctx=N_CTX, projector=True)
+    async with running(backend) as engine:
+        # Its last tokens are a delimiter. Without it, they are those of a tile.
+        bare = ImagePart(PromptImage(b"9", b"9" * 16), ImageLayout((4,)))
+        for name in "123":
+            end = finished(await engine.submit(name, (TextPart("look: "), bare)))
+            assert engine.text(name) == engine.text("1")
+        assert end.progress.n_cached == len("look: ") + 1
+        both = [engine.submit(name, (TextPart("look, two: "), bare)) for name in "45"]
+        await asyncio.gather(*both)
+        assert engine.text("4") == engine.text("5")
+
+
+async def test_tiles_and_tokens_of_other_requests_take_turns() -> None:
+    backend = FakeBackend(n_ctx=2 * N_CTX, projector=True)
+    async with running(backend) as engine:
+        scheduler = engine.engine.scheduler
+        plan, steps = scheduler.plan, list[tuple[bool, int]]()
+
+        def planned(now: float) -> StepPlan:
+            made = plan(now)
+            if made.work:
+                steps.append((made.turn.is_image, len(scheduler.running)))
+                assert not made.turn.is_image or [each.run.tile is not None for each in made.work] == [True]
+                assert made.turn.is_image or all(each.run.tile is None for each in made.work)
+            return made
+
+        scheduler.plan = planned
+        stream = engine.submit("stream", "abc", max_tokens=60, sampling=ENDLESS)
+        async with asyncio.timeout(10):
+            while not engine.tokens("stream"):
+                await asyncio.sleep(0)
+        steps.clear()
+        ends = [engine.submit(str(i), parts_of(f"{'xy'[i]}{2 + 3 * i}22")) for i in range(2)]
+        await asyncio.gather(stream, *ends)
+        shared = [is_image for is_image, n_running in steps if n_running == 3]
+        assert sum(shared) > 4
+        assert not any(a and b for a, b in itertools.pairwise(shared)), "streams wait for two tiles"
+
+
+async def test_an_image_that_cannot_be_encoded_fails_its_request_alone() -> None:
+    backend = FakeBackend(n_ctx=2 * N_CTX, projector=True)
+    backend.bad_images.add(b"2")
+    async with running(backend) as engine:
+        ends = [engine.submit(str(i), parts_of(prompt)) for i, prompt in enumerate(("a1b", "a2b", "abc"))]
+        good, bad, text = await asyncio.gather(*ends)
+        finished(good)
+        finished(text)
+        assert isinstance(bad, Failed)
+        assert engine.text("0") == await answer("a1b")
+        assert engine.text("2") == await answer("abc")
+
+
+async def test_nothing_is_drafted_from_an_image() -> None:
+    backend = FakeBackend(n_ctx=N_CTX, projector=True)
+    async with running(backend) as engine:
+        head = "what does it say: "
+        await engine.submit("1", parts_of(f"{head}1{head}"), max_tokens=20, max_draft=16, sampling=ENDLESS)
+        expected = await answer(f"{head}1{head}", 20, sampling=ENDLESS)
+        assert engine.text("1") == expected
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: str
+    max_tokens: int
+    cache_prompt: bool
+    pause: int
+    patience: int | None
+
+
+jobs = st.builds(
+    Job,
+    prompt=st.builds(
+        "".join,
+        st.tuples(
+            st.sampled_from(("", "a1", "ab2b", "system 1 prompt 2 ")), st.text("ab012", min_size=1, max_size=6)
+        ),
+    ),
+    max_tokens=st.integers(0, 16),
+    cache_prompt=st.booleans() | st.just(True),
+    pause=st.integers(0, 30),
+    patience=st.none() | st.integers(0, 60),
+)
+LAYOUTS: Sequence[dict[str, Any]] = (
+    {"n_reserved": 2},
+    {},
+    {"unified": False, "n_ctx": 2 * N_CTX},
+    {"can_trim": False},
+    {"kind": StateKind.WINDOW, "n_reserved": 2},
+    {"kind": StateKind.HYBRID, "n_reserved": 2},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@given(
+    todo=st.lists(jobs, min_size=1, max_size=6),
+    faults=failures,
+    ram=st.sampled_from([{}, {"ram_bytes": 10**6, "offload_after": 1}, {"ram_bytes": 3000}]),
+)
+def test_reuse_changes_no_answer(
+    layout: dict[str, Any], todo: list[Job], faults: list[Any], ram: dict[str, int]
+) -> None:
+    backend = FakeBackend(**{"n_ctx": N_CTX, "n_slots": 2, "projector": True} | layout)
+
+    async def run() -> Harness:
+        async with running(backend, **ram) as engine:
+
+            async def run_job(i: int, job: Job) -> None:
+                await turns(job.pause)
+                end = engine.submit(
+                    str(i), parts_of(job.prompt), max_tokens=job.max_tokens, cache_prompt=job.cache_prompt
+                )
+                if job.patience is not None:
+                    await turns(job.patience)
+                    engine.cancel(str(i))
+                await end
+
+            async def inject() -> None:
+                for pause, status, n_applied in faults:
+                    await turns(pause)
+                    backend.failures.append((status, n_applied))
+
+            await asyncio.gather(inject(), *(run_job(i, job) for i, job in enumerate(todo)))
+            return engine
+
+    engine = asyncio.run(run())
+    for i, job in enumerate(todo):
+        end, text = engine.ends[str(i)].result(), engine.text(str(i))
+        if is_too_long(job):
+            assert isinstance(end, Failed | Cancelled)
+            continue
+        expected = cold(job.prompt, job.max_tokens, layout.get("kind", StateKind.NONE))
+        if isinstance(end, Finished):
+            assert text == expected, job
+        else:
+            assert expected.startswith(text), job
+            # A request fails only when its step failed although it ran alone.
+            assert isinstance(end, Cancelled) or faults, end
+
+
+def is_too_long(job: Job) -> bool:
+    """True if the prompt does not fit into a slot."""
+    n = sum(len(each.text) if isinstance(each, TextPart) else each.layout.n_tokens for each in parts_of(job.prompt))
+    return 1 + n > N_CTX - 1
