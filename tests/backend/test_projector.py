@@ -25,11 +25,12 @@ import pytest
 from llama_cpp import mtmd_cpp
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, projector
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
 from llamaslot.backend.llama.loading import CACHE_TYPES, FLASH_ATTN
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.image_files import MAX_PIXELS
 from llamaslot.base.images import ImageSize, PromptImage
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Load, Remove, Restore, Save, Take
 from llamaslot.base.model import StateKind
@@ -412,7 +413,7 @@ def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: s
     edges += np.exp(chance.uniform(0, 9.9, 60)).astype(int).tolist()
     for width, height in itertools.product(edges, repeat=2):
         least, most = sorted((width, height))
-        if not least or least * most > projector.MAX_PIXELS or most > 200 * least:
+        if not least or least * most > MAX_PIXELS or most > 200 * least:
             with pytest.raises(InvalidRequestError, match=f"{width} x {height}"):
                 backend.image_layout(ImageSize(width, height))
             continue

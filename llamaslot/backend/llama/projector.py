@@ -33,15 +33,13 @@ from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.base import model as base_model
 from llamaslot.base.errors import ConfigError, InvalidRequestError, UnavailableError
 from llamaslot.base.files import Tensor, open_regular, read_projector
-from llamaslot.base.image_files import decode
+from llamaslot.base.image_files import MAX_PIXELS, decode
 from llamaslot.base.images import Delimiters, ImageLayout, ImageSize, PromptImage
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.model import ModelFile
 
 _log = structlog.get_logger(__name__)
 
-MAX_PIXELS = 2**26
-"""Most pixels of an image: decoded and copied they take half a gigabyte, and libmtmd counts them with 32 bits."""
 MAX_RATIO = 200
 """Most times that an edge is longer than the other one. libmtmd scales the longer one to some hundred pixels, and
 cannot encode an image if the other one vanishes; Qwen-VL's own preprocessing has the same limit.
