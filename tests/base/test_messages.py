@@ -26,6 +26,7 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     InspectHitCurve,
+    LayOutImages,
     Load,
     ProbePrompt,
     Query,
@@ -39,6 +40,7 @@ from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Generated, Progress, Reply
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, encoded_tools
+from llamaslot.base.images import ImageSize
 from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
 from llamaslot.base.prompt_jobs import (
     AnswerBody,
@@ -119,6 +121,7 @@ QUERIES = [
         Generate(GenerateParams("p", sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new"))
     ),
     InspectHitCurve(),
+    LayOutImages((ImageSize(30, 40),)),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
     DropPaths((("space", b"\1\0\0\0"),), b"digest"),
