@@ -13,6 +13,7 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.prompt_jobs import RequestContext
 from llamaslot.protocol.bodies import CompletionBody
+from llamaslot.protocol.images import ImageReader, RequestImages
 from llamaslot.protocol.text_requests import prompts_of, text_requests
 from tests.fake_backend import FakeBackend
 from tests.prompt_threads import SETTINGS
@@ -342,7 +343,8 @@ def made(
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
     context = RequestContext("request", key_secret=key_secret)
-    read = text_requests(body, prompts_of(body, info.n_vocab, 10), context, SETTINGS, info, tokens_of=lambda _: ())
+    prompts = prompts_of(body, info.n_vocab, 10, RequestImages(ImageReader(None), {}))
+    read = text_requests(body, prompts, context, SETTINGS, info, tokens_of=lambda _: ())
     return tuple(each.params for each in read)
 
 
