@@ -38,6 +38,8 @@ HTTPLIB = (
     "-DCPPHTTPLIB_TCP_NODELAY=1",
 )
 """As `vendor/cpp-httplib/CMakeLists.txt` builds it."""
+SERVER_FLAGS = (*HTTPLIB, "-DLLAMA_SUBPROCESS")
+"""`common/CMakeLists.txt` defines the latter, on which the layout of a class of `libllama-common` depends."""
 BUILD_TIMES = {"llama-server": "2 to 9 minutes on 2 cores", "llama-batched-bench": "a minute"}
 
 
@@ -48,12 +50,12 @@ def batched_bench() -> Path:
 
 @cache
 def llama_server() -> Path:
-    """`llama-server` without its web UI, built unless the cache has it for exactly these libraries."""
+    """`llama-server` without its web UI, built unless the cache has it for exactly these libraries and flags."""
     binary = _built(
         "llama-server",
         ("tools/server/*.cpp", "vendor/cpp-httplib/httplib.cpp"),
         includes=("tools/server", "tools/mtmd", "."),
-        flags=HTTPLIB,
+        flags=SERVER_FLAGS,
         libraries=("llama-common", "mtmd"),
         has_ui=True,
     )
@@ -62,8 +64,8 @@ def llama_server() -> Path:
 
 
 def has_llama_server() -> bool:
-    """Return True if the cache has `llama-server` for exactly these libraries."""
-    return (_cache() / f"llama-server-{_key(library_folders())}").is_file()
+    """Return True if the cache has `llama-server` for exactly these libraries and flags."""
+    return (_cache() / f"llama-server-{_key(library_folders(), SERVER_FLAGS)}").is_file()
 
 
 def vocabulary(name: str) -> Path:
@@ -97,7 +99,7 @@ def _built(
     has_ui: bool = False,
 ) -> Path:
     folders = library_folders()
-    binary = _cache() / f"{name}-{_key(folders)}"
+    binary = _cache() / f"{name}-{_key(folders, flags)}"
     if not binary.is_file():
         source = llama_cpp_source()
         with tempfile.TemporaryDirectory(dir=_cache()) as work:
@@ -121,9 +123,9 @@ def library_folders() -> list[Path]:
     raise BenchmarkError(f"the installed {PACKAGE} has no libllama-common: reinstall it from source")
 
 
-def _key(folders: list[Path]) -> str:
-    """A digest of the libraries' content and path (the binary holds their path)."""
-    digest = hashlib.sha256(repr(folders).encode())
+def _key(folders: list[Path], flags: Sequence[str]) -> str:
+    """A digest of the libraries' content and path (the binary holds their path), and of the compiler's flags."""
+    digest = hashlib.sha256(repr((folders, flags)).encode())
     for library in sorted(path for folder in folders for path in folder.glob("lib*") if path.is_file()):
         digest.update(library.name.encode() + library.stat().st_size.to_bytes(8))
         if library.name.startswith(("libllama", "libggml-base")):
