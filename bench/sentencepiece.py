@@ -8,6 +8,7 @@ chosen so that the prompts of llama-server's tests have as many tokens as with t
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import gguf
@@ -48,6 +49,32 @@ def pieces() -> list[Piece]:
     n_free = SIZE - len(result) - len(_characters())
     texts = [*merged[:n_free], *_characters()]
     return result + [Piece(text, float(-rank), gguf.TokenType.NORMAL) for rank, text in enumerate(texts)]
+
+
+def pieces_of(words: Sequence[str]) -> list[Piece]:
+    """A vocabulary of the printable ASCII characters and these words, each of which begins with a space."""
+    unknown, *control = SPECIALS
+    result = [Piece(unknown, 0.0, gguf.TokenType.UNKNOWN)]
+    result += [Piece(text, 0.0, gguf.TokenType.CONTROL) for text in control]
+    texts = [
+        *dict.fromkeys(SPACE + word[:end] for word in words for end in range(1, len(word) + 1)),
+        *_characters(),
+    ]
+    return result + [Piece(text, float(-rank), gguf.TokenType.NORMAL) for rank, text in enumerate(texts)]
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, pieces: Sequence[Piece], *, adds_eos: bool = False) -> None:
+    """Add a vocabulary that begins with `SPECIALS` to a file."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.text for piece in pieces])
+    writer.add_token_scores([piece.score for piece in pieces])
+    writer.add_token_types([piece.kind for piece in pieces])
+    unknown, start, end = range(len(SPECIALS))
+    writer.add_unk_token_id(unknown)
+    writer.add_bos_token_id(start)
+    writer.add_eos_token_id(end)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(adds_eos)
 
 
 def token_of(text: str) -> int:

@@ -253,7 +253,7 @@ def _tokenizer(shape: str, vocabulary: Path | None) -> AddTokenizer:
     if vocabulary is not None:
         return partial(_copy_tokenizer, vocabulary, ADDED_TOKENS.get(shape, {}))
     if shape in SENTENCEPIECE:
-        return _add_sentencepiece
+        return partial(sentencepiece.add_vocabulary, pieces=sentencepiece.pieces())
     return partial(_add_tokenizer, SHAPES[shape].vocab)
 
 
@@ -272,20 +272,6 @@ def _add_tokenizer(size: int, writer: gguf.GGUFWriter) -> None:
     writer.add_pad_token_id(tokens.index("<|endoftext|>"))
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
-
-
-def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
-    pieces = sentencepiece.pieces()
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([piece.text for piece in pieces])
-    writer.add_token_scores([piece.score for piece in pieces])
-    writer.add_token_types([piece.kind for piece in pieces])
-    unknown, start, end = range(len(sentencepiece.SPECIALS))
-    writer.add_unk_token_id(unknown)
-    writer.add_bos_token_id(start)
-    writer.add_eos_token_id(end)
-    writer.add_add_bos_token(True)
-    writer.add_add_eos_token(False)
 
 
 def _copy_tokenizer(vocabulary: Path, added: Mapping[int, str], writer: gguf.GGUFWriter) -> None:

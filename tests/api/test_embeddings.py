@@ -14,13 +14,13 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
+from bench.encoders import CLS, tiny_bert
 from llamaslot.api import embeddings
 from llamaslot.api.bodies import encode
 from llamaslot.base.model import RerankFormat
 from llamaslot.prompts import tokenizer
 from llamaslot.service.live_request import MAX_INPUTS_SENT
 from tests.backend.test_vectors import loaded
-from tests.encoders import CLS, tiny_bert
 from tests.fake_backend import BOS, EOS, N_SCORES, N_VECTOR, FakeBackend, FakeVocab, cold_vector
 
 HEAD = "Represent this sentence for searching relevant passages in a library of books about ships and the sea: "

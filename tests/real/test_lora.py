@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.lora_files import write_adapter
 from tests.live import Server, serving
-from tests.lora_files import write_adapter
 from tests.real.conftest import REAL, path_of
 from tests.real.test_llama_server import FLAGS, llama_server
 
