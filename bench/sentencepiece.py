@@ -21,12 +21,12 @@ SPACE = "\u2581"
 WORDS = (
     "the", "to", "and", "he", "was", "in", "is", "it", "of", "so", "she", "you", "we", "they", "said",
     "little", "He", "one", "day", "mom", "with", "there", "very", "wanted", "happy",
+    "jumped", "garden",
 )  # fmt: skip
 PAIRS = (
-    "th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ti", "es", "or", "te", "of", "ed", "ch", "it",
-    "al", "ar", "st", "to", "nt", "ng", "se", "ha", "as", "ou", "io", "le", "ve", "co", "me", "de", "ly", "ri",
-    "ro", "ic", "ne", "ea", "ra", "ce", "li", "im", "ll", "be", "ma", "ck", "om", "ur", "us", "ay", "ee", "oo",
-    "ow", "sh", "ai", "sa",
+    "ru", "ll", "oo", "at", "tr", "ow", "pt", "us", "mm", "nt", "st", "ps", "he", "ip", "am", "er", "re", "ar",
+    "ut", "ol", "im", "ma", "as", "ng", "on", "ou", "ex", "in", "lu", "nd", "ri", "te", "mi", "ec", "om", "do",
+    "gi", "ve", "li", "fu", "od", "iq", "th", "ua", "ea", "ha", "mo",
 )  # fmt: skip
 
 
@@ -41,25 +41,21 @@ class Piece:
 
 def pieces() -> list[Piece]:
     """The vocabulary: `SIZE` pieces in the order of their ids."""
-    unknown, *control = SPECIALS
-    result = [Piece(unknown, 0.0, gguf.TokenType.UNKNOWN)]
-    result += [Piece(text, 0.0, gguf.TokenType.CONTROL) for text in control]
-    result += [Piece(f"<0x{byte:02X}>", 0.0, gguf.TokenType.BYTE) for byte in range(256)]
     merged = list(dict.fromkeys([*PAIRS, *_beginnings()]))
-    n_free = SIZE - len(result) - len(_characters())
-    texts = [*merged[:n_free], *_characters()]
-    return result + [Piece(text, float(-rank), gguf.TokenType.NORMAL) for rank, text in enumerate(texts)]
+    return _pieces([*merged[: SIZE - N_QUIET - len(_characters())], *_characters()])
 
 
 def pieces_of(words: Sequence[str]) -> list[Piece]:
     """A vocabulary of the printable ASCII characters and these words, each of which begins with a space."""
+    beginnings = dict.fromkeys(SPACE + word[:end] for word in words for end in range(1, len(word) + 1))
+    return _pieces([*beginnings, *_characters()])
+
+
+def _pieces(texts: Sequence[str]) -> list[Piece]:
     unknown, *control = SPECIALS
     result = [Piece(unknown, 0.0, gguf.TokenType.UNKNOWN)]
     result += [Piece(text, 0.0, gguf.TokenType.CONTROL) for text in control]
-    texts = [
-        *dict.fromkeys(SPACE + word[:end] for word in words for end in range(1, len(word) + 1)),
-        *_characters(),
-    ]
+    result += [Piece(f"<0x{byte:02X}>", 0.0, gguf.TokenType.BYTE) for byte in range(256)]
     return result + [Piece(text, float(-rank), gguf.TokenType.NORMAL) for rank, text in enumerate(texts)]
 
 

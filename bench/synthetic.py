@@ -124,6 +124,7 @@ def ensure(
     folder = folder or platformdirs.user_cache_path("llamaslot") / "models"
     dimensions = (SHAPES | SENTENCEPIECE)[shape] if vocabulary is None else BORROWING[shape]
     recipe = (RECIPE, astuple(dimensions), *("f32",) * is_exact, *("chain",) * is_chain)
+    recipe += (sentencepiece.pieces(),) if shape in SENTENCEPIECE else ()
     mark = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
     path = folder / f"{shape}{'-chain' * is_chain}-{mark}.gguf"
     tokenizer = _tokenizer(shape, vocabulary)

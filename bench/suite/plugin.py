@@ -20,6 +20,8 @@ RESULTS = "LLAMASLOT_SUITE_RESULTS"
 """Environment variable with the file that gets a JSON line for each test."""
 IS_OWN = "LLAMASLOT_SUITE_IS_OWN"
 """Environment variable that is set if the server is llamaslot."""
+DOWNLOADS = "LLAMASLOT_SUITE_DOWNLOADS"
+"""Environment variable with local files for those that tests fetch, by name, as JSON."""
 ANY_WORDS = "LLAMASLOT_SUITE_ANY_WORDS"
 """Environment variable that is set if any text passes for a trained model's words."""
 DIVIDED = (
@@ -27,6 +29,9 @@ DIVIDED = (
     "test_server_slots",
     "test_context_size_exceeded",
     "test_context_size_exceeded_stream",
+    "test_ctx_shift_enabled",
+    "test_ctx_shift_disabled_short_prompt",
+    "test_ctx_shift_disabled_long_prompt",
 )
 """Tests that presume llama-server's default with `--parallel`: each slot has its part of the context."""
 
@@ -48,9 +53,12 @@ _test = ""
 
 
 def pytest_sessionstart() -> None:
-    """Take the presets' downloads out of the session fixture, and let any text pass if that is asked for."""
+    """Take downloads out of the suite, choose its folder, and let any text pass if that is asked for."""
     utils = sys.modules["utils"]
     utils.ServerPreset.load_all = staticmethod(lambda: None)
+    files = json.loads(os.environ[DOWNLOADS])
+    utils.download_file = lambda url, *_: files.get(url.rpartition("/")[2], url)
+    utils.TMP_DIR = os.path.dirname(os.environ[RESULTS])
     match = utils.match_regex
     if os.environ.get(ANY_WORDS):
         utils.match_regex = lambda regex, text: _test not in CONSTRAINED or match(regex, text)

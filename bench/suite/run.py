@@ -14,18 +14,19 @@ from pathlib import Path
 
 from rich.table import Table
 
-from bench import synthetic
 from bench.client import BenchmarkError
 from bench.peers import build
 from bench.report import console, notes, write_json
 from bench.server import free_port, llamaslot
 from bench.suite import plugin, start
 from bench.suite.exceptions import reason
+from bench.suite.models import Models
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = (
     "basic", "chat_completion", "completion", "tokenize", "template", "tool_call", "compat_anthropic",
-    "compat_oai_responses", "security", "metrics", "ignore_eos", "sleep",
+    "compat_oai_responses", "compat_gcp", "security", "metrics", "ignore_eos", "sleep", "embedding", "rerank",
+    "lora", "infill", "ctx_shift", "slot_save", "kv_keep_only_active", "speculative", "stream", "router", "proxy",
 )  # fmt: skip
 OWN, PEER = "llamaslot", "llama-server"
 OUTCOMES = ("passed", "failed", "skipped")
@@ -76,14 +77,17 @@ def _environment(server: str, folder: Path, any_words: bool) -> dict[str, str]:
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     starts = (folder / f"{server}-starts.jsonl").resolve()
     starts.unlink(missing_ok=True)
+    models = Models((folder / "models").resolve())
     return {
         "PYTHONPATH": str(ROOT),
         "PORT": str(free_port()),
         "LLAMA_SERVER_BIN_PATH": str(program),
         start.SERVER: json.dumps(llamaslot() if server == OWN else [str(build.llama_server())]),
-        start.MODEL: str(synthetic.ensure("tiny-sentencepiece")),
-        start.DEFAULT: "--model demo" if server == OWN else "",
+        start.MODELS: json.dumps(models.flags),
+        start.DEFAULT: json.dumps(["--config", str(models.table)] if server == OWN else []),
         start.STARTS: str(starts),
+        plugin.DOWNLOADS: json.dumps(models.downloads),
+        "LLAMA_CACHE": str(models.hub),
         plugin.IS_OWN: "1" if server == OWN else "",
         plugin.ANY_WORDS: "1" if any_words else "",
     }

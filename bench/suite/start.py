@@ -1,7 +1,7 @@
-"""Start llamaslot or llama-server with the flags of llama-server's test suite, but with a local model.
+"""Start llamaslot or llama-server with the flags of llama-server's test suite, but with local models.
 
-`python -m bench.suite.start FLAG...` becomes the server. The environment says which (`SERVER`) and the model file.
-Only what chooses the model is replaced; any other flag reaches the server, which refuses what it does not have.
+`python -m bench.suite.start FLAG...` becomes the server. The environment says which (`SERVER`) and the model files.
+Only what chooses a model is replaced; any other flag reaches the server, which refuses what it does not have.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from collections.abc import Sequence
 
 SERVER = "LLAMASLOT_SUITE_SERVER"
 """Environment variable with the command that starts the server, as a JSON list."""
-MODEL = "LLAMASLOT_SUITE_MODEL"
-"""Environment variable with the GGUF file."""
+MODELS = "LLAMASLOT_SUITE_MODELS"
+"""Environment variable with the flags that stand for a model by a part of its name, as JSON (`Models.flags`)."""
 DEFAULT = "LLAMASLOT_SUITE_DEFAULT"
-"""Environment variable with the flags that name a model where the suite names none."""
+"""Environment variable with the flags in place of a model where the suite names none, as a JSON list."""
 FLAGS = "LLAMASLOT_SUITE_FLAGS"
 """Environment variable with further flags, separated by spaces."""
 STARTS = "LLAMASLOT_SUITE_STARTS"
 """Environment variable with the file that gets the suite's flags of each start, as a JSON line."""
-MODEL_FLAGS = ("--model", "--model-url", "--hf-repo", "--hf-file", "--mmproj-url", "--model-draft")
+MODEL_FLAGS = ("--model", "--model-url", "--hf-repo", "--hf-file", "--mmproj-url")
 """Flags that choose a model; each has a value."""
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """Return the server's command for the suite's flags, with the local model in place of the one they choose."""
-    kept, is_value, has_model = [], False, False
-    for flag in flags:
-        if is_value:
-            is_value = False
-        elif flag in MODEL_FLAGS:
-            is_value = has_model = True
+    """Return the server's command for the suite's flags, with local models in place of those that they choose."""
+    kept, chosen = [], {}
+    rest = iter(flags)
+    for flag in rest:
+        if flag in MODEL_FLAGS:
+            chosen[flag] = next(rest)
         else:
             kept.append(flag)
-    model = ["--model", os.environ[MODEL]] if has_model else os.environ.get(DEFAULT, "").split()
+    models: dict[str, list[str]] = json.loads(os.environ[MODELS])
+    if chosen:
+        names = " ".join(chosen.values())
+        model = next(found for part, found in models.items() if part in names)
+    else:
+        model = json.loads(os.environ[DEFAULT])
     return [*json.loads(os.environ[SERVER]), *model, *kept, *os.environ.get(FLAGS, "").split()]
 
 

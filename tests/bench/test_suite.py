@@ -16,6 +16,9 @@ from llamaslot.backend.llama.vocab import LlamaVocab
 
 UTILS = """
 import os, subprocess, wget
+TMP_DIR = "tmp"
+def download_file(url, output_file_path=None):
+    raise AssertionError("downloads")
 class ServerPreset:
     @staticmethod
     def load_all():
@@ -23,6 +26,8 @@ class ServerPreset:
 def match_regex(regex, text):
     return regex == text
 def started():
+    assert download_file("https://host/moe_shakespeare15M.gguf").endswith("adapter.gguf")
+    assert os.path.isdir(TMP_DIR) and TMP_DIR != "tmp"
     program = os.environ["LLAMA_SERVER_BIN_PATH"]
     return subprocess.run([program, "--hf-repo", "a", "--slots"], capture_output=True, text=True).stdout
 """
@@ -45,6 +50,12 @@ def test_other():
     assert "--no-kv-unified" not in started()
     assert "--model" in started() and "--hf-repo" not in started() and "--slots" in started()
 """
+LOREM = """
+Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod tempor incididunt ut labore et dolore \
+magna aliqua.
+Ut enim ad minim veniam, quis nostrud exercitation ullamco laboris nisi ut aliquip ex ea commodo consequat.
+Duis aute irure dolor in reprehenderit in voluptate velit esse cillum dolore eu fugiat nulla pariatur.
+""".strip()
 
 
 @pytest.fixture
@@ -90,14 +101,19 @@ def test_only_what_llama_server_passes_and_no_exception_names_is_unexpected(
     assert capsys.readouterr().out.count("[a reason]") == 2
 
 
-def test_what_chooses_no_model_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_chooses_a_model_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(start.SERVER, json.dumps(["llamaslot", "serve"]))
-    monkeypatch.setenv(start.MODEL, "random.gguf")
+    models = {"bert": ["--model", "encoder.gguf"], "": ["--model", "random.gguf"]}
+    monkeypatch.setenv(start.MODELS, json.dumps(models))
+    monkeypatch.setenv(start.DEFAULT, json.dumps(["--config", "models.toml"]))
     monkeypatch.setenv(start.FLAGS, "--no-kv-unified")
     flags = ["--port", "1", "--hf-repo", "a/b", "--hf-file", "c.gguf", "--batch-size", "32", "--embedding"]
     kept = ["--port", "1", "--batch-size", "32", "--embedding", "--no-kv-unified"]
     assert start.command(flags) == ["llamaslot", "serve", "--model", "random.gguf", *kept]
-    assert start.command(["--port", "1"]) == ["llamaslot", "serve", "--port", "1", "--no-kv-unified"], "no model"
+    encoder = start.command(["--hf-repo", "a/b", "--hf-file", "bert-bge-small/c.gguf"])
+    assert encoder == ["llamaslot", "serve", "--model", "encoder.gguf", "--no-kv-unified"]
+    several = start.command(["--port", "1"])
+    assert several == ["llamaslot", "serve", "--config", "models.toml", "--port", "1", "--no-kv-unified"]
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +132,8 @@ def vocab(tmp_path_factory: pytest.TempPathFactory) -> LlamaVocab:
             "<|im_start|>system\nTest<|im_end|>\n<|im_start|>user\n1 2 3 4 5 6<|im_end|>\n<|im_start|>assistant\n",
             77,
         ),
+        ("What is the capital of France?", 21),
+        (LOREM, 226),
     ],
 )
 def test_prompts_of_the_suite_have_as_many_tokens_as_it_expects(
