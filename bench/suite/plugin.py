@@ -1,6 +1,7 @@
 """Pytest plugin for llama-server's test suite: results as JSON lines, and no downloads.
 
-The suite's session fixture starts every preset once to download its model; there is nothing to download here.
+The suite's session fixture starts every preset once to download its model, and some tests fetch files themselves;
+there is nothing to download here.
 """
 
 from __future__ import annotations
@@ -53,12 +54,11 @@ _test = ""
 
 
 def pytest_sessionstart() -> None:
-    """Take downloads out of the suite, choose its folder, and let any text pass if that is asked for."""
+    """Take downloads out of the suite, and let any text pass if that is asked for."""
     utils = sys.modules["utils"]
     utils.ServerPreset.load_all = staticmethod(lambda: None)
     files = json.loads(os.environ[DOWNLOADS])
     utils.download_file = lambda url, *_: files.get(url.rpartition("/")[2], url)
-    utils.TMP_DIR = os.path.dirname(os.environ[RESULTS])
     match = utils.match_regex
     if os.environ.get(ANY_WORDS):
         utils.match_regex = lambda regex, text: _test not in CONSTRAINED or match(regex, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -100,6 +101,9 @@ def _run_file(
     found = (folder / f"{server}-{file}.jsonl").resolve()
     found.write_text("")
     suite = build.llama_cpp_source() / "tools" / "server" / "tests"
+    # Some tests leave files there, which the other server may not overwrite.
+    shutil.rmtree(suite / "tmp", ignore_errors=True)
+    (suite / "tmp").mkdir()
     command = [sys.executable, "-B", "-m", "pytest", "-p", plugin.__name__, "-p", "no:cacheprovider", "-s"]
     command += [*options, f"unit/test_{file}.py"]
     log = folder / f"{server}-{file}.log"

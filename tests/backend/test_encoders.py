@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from bench.encoders import CLS, SEP, TINY_CONTEXT, TINY_TOKENS, UNK, tiny_bert
+from bench.encoders import CLS, SEP, TINY_CONTEXT, TINY_TOKENS, UNK, tiny_bert, tiny_reranker
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.backend import Run, Status
@@ -190,6 +190,15 @@ def test_scores(tmp_path: Path, head: str) -> None:
         assert np.abs(got - expected).max() < TOLERANCE
     context.close()
     raw.close()
+    backend.close()
+
+
+def test_a_separator_stands_between_query_and_document_behind_the_end_of_a_text(tmp_path: Path) -> None:
+    """As llama-server makes prompts for Jina's rerankers, whose vocabulary adds BOS, EOS and SEP."""
+    path = tiny_reranker(tmp_path / "ranker.gguf", ["whale"], n_positions=64)
+    backend = loaded(path, n_ubatch=N_UBATCH)
+    bos, eos, sep = 1, 2, backend.info.n_vocab - 1
+    assert backend.info.rerank == RerankFormat(start=(bos,), middle=(eos, sep), end=(eos,))
     backend.close()
 
 

@@ -184,6 +184,16 @@ def test_a_server_of_another_build_is_refused(tmp_path: Path, monkeypatch: pytes
                 build._check_same(binary)
 
 
+def test_other_flags_of_the_compiler_are_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_cache", lambda: tmp_path)
+    assert not build.has_llama_server()
+    key = build._key(build.library_folders(), build.SERVER_FLAGS)
+    (tmp_path / f"llama-server-{key}").touch()
+    assert build.has_llama_server()
+    monkeypatch.setattr(build, "SERVER_FLAGS", (*build.SERVER_FLAGS, "-DMORE"))
+    assert not build.has_llama_server()
+
+
 def test_the_engine_and_its_peer_take_turns(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

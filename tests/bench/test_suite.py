@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import pytest
 from bench import synthetic
 from bench.peers import build
 from bench.suite import exceptions, run, start
+from bench.suite.models import CACHED, N_POSITIONS, Models
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.vocab import LlamaVocab
 
 UTILS = """
 import os, subprocess, wget
-TMP_DIR = "tmp"
 def download_file(url, output_file_path=None):
     raise AssertionError("downloads")
 class ServerPreset:
@@ -27,7 +28,6 @@ def match_regex(regex, text):
     return regex == text
 def started():
     assert download_file("https://host/moe_shakespeare15M.gguf").endswith("adapter.gguf")
-    assert os.path.isdir(TMP_DIR) and TMP_DIR != "tmp"
     program = os.environ["LLAMA_SERVER_BIN_PATH"]
     return subprocess.run([program, "--hf-repo", "a", "--slots"], capture_output=True, text=True).stdout
 """
@@ -47,6 +47,8 @@ def test_completion_with_grammar():
 def test_server_props():
     assert "--no-kv-unified" in started()
 def test_other():
+    assert os.listdir("tmp") == []
+    open("tmp/left", "w").close()
     assert "--no-kv-unified" not in started()
     assert "--model" in started() and "--hf-repo" not in started() and "--slots" in started()
 """
@@ -142,3 +144,55 @@ def test_prompts_of_the_suite_have_as_many_tokens_as_it_expects(
     tokens = vocab.tokenize(text, add_special=True, parse_special=True).tolist()
     assert len(tokens) == n_tokens
     assert vocab.detokenize(tokens[1:]).decode().removeprefix(" ") == text
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("suite"))
+
+
+def file_of(models: Models, name: str) -> Path:
+    return Path(models.flags[name][models.flags[name].index("--model") + 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "n_tokens"),
+    [
+        ("bert-bge-small", ("I believe the meaning of life is",), 9),
+        ("bert-bge-small", ("This is a test",), 6),
+        ("bert-bge-small", ("hello hello hello",), 5),
+        ("bert-bge-small", ("d " * 256,), 258),
+        ("jina-reranker", ("Machine learning is", "A machine", "Machine learning is", "Learning is"), 19),
+        ("jina-reranker", ("Which city?", "Machine learning is ", "Which city?", "Paris, capitale de la"), 26),
+    ],
+)
+def test_texts_of_the_suite_have_as_many_tokens_for_encoders_as_it_expects(
+    models: Models, name: str, texts: tuple[str, ...], n_tokens: int
+) -> None:
+    vocab = LlamaVocab.load(file_of(models, name))
+    is_reranker = len(texts) > 1
+    found = [vocab.tokenize(text, add_special=not is_reranker, parse_special=False) for text in texts]
+    # Around each query and document stand BOS, EOS, SEP and EOS.
+    assert sum(map(len, found)) + 4 * (len(texts) // 2) == n_tokens
+    assert n_tokens <= N_POSITIONS
+
+
+def test_models_that_the_suite_expects_in_the_cache_are_local(models: Models) -> None:
+    table = tomllib.loads(models.table.read_text())["models"]
+    assert tuple(table) == CACHED
+    for name in CACHED:
+        repository, quant = name.split(":")
+        folder = models.hub / f"models--{repository.replace('/', '--')}"
+        [file] = (folder / "snapshots" / (folder / "refs" / "main").read_text()).iterdir()
+        assert file.name.endswith(f"-{quant}.gguf")
+        assert file.read_bytes()[:4] == Path(table[name]["model"]).read_bytes()[:4] == b"GGUF"
+    Models(models.hub.parent)
+
+
+def test_the_model_for_infill_has_the_tokens_for_it(models: Models) -> None:
+    override = models.flags["infill"][models.flags["infill"].index("--override-kv") + 1]
+    values = tuple(
+        (key, int(value.removeprefix("int:"))) for key, value in (e.split("=") for e in override.split(","))
+    )
+    assert LlamaVocab.load(file_of(models, "infill"), values).fim is not None
+    assert LlamaVocab.load(file_of(models, "infill")).fim is None
