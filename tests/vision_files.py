@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from llamaslot.base.images import ImageLayout, PromptImage, Tile, tile_ids
-from tests.lora_files import add_value
+from bench.lora_files import add_value
 
 Kind = Literal["mlp", "idefics3", "gemma3", "lfm2"]
 WIDTH, N_HEADS, N_LAYERS = 64, 2, 2
