@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.encoders import CLS, SEP, tiny_bert
+from llamaslot.backend.llama import special_tokens
 from llamaslot.backend.llama import vocab as llama_vocab
 from llamaslot.prompts.tokenizer import _WORD
 
@@ -23,14 +24,13 @@ def test_a_long_text_gives_the_same_tokens_in_parts(
     rng = random.Random(3)
     words = [" a", "bc", " ", "\n", "<|im_end|>", "<|im_start|>user\n", "<|", "|>", "\u20ac", " hello", "[SEP]"]
     text = "".join(rng.choice(words) for _ in range(4000))
-    whole = vocab.tokenize(text, add_special=True, parse_special=True)
+    whole = vocab._tokenize(text.encode(), True, True)
     if kind == "bert":
         assert (whole[0], whole[-1]) == (CLS, SEP)
     else:
         assert (int(whole[-1]) == vocab.eos) is (kind == "eos")
-    monkeypatch.setattr(llama_vocab, "_LONG_TEXT", 100)
-    monkeypatch.setattr(llama_vocab, "_PART", 300)
-    monkeypatch.setattr(llama_vocab, "_SEARCHED", 200)
+    monkeypatch.setattr(special_tokens, "_PART", 300)
+    monkeypatch.setattr(special_tokens, "_SEARCHED", 200)
     n_calls = 0
     tokenize = llama_vocab.LlamaVocab._tokenize
 

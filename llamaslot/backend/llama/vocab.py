@@ -19,6 +19,7 @@ from llguidance import LLTokenizer
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.loading import load_vocab
+from llamaslot.backend.llama.special_tokens import SpecialTokens
 from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError
 from llamaslot.base.files import MetadataValue
 from llamaslot.base.kv_ops import IllegalCallError
@@ -45,13 +46,6 @@ one would let a prompt crash the process (the long form of `tests/backend/test_s
 _REGEX_STACK_BYTES = 512 * 2**20
 _REGEX_MAX_CHARACTERS = 900_000
 """Longest text for which that stack always suffices, in characters: a match may be as long as the text."""
-_LONG_TEXT = 2**16
-_PART = 2**14
-_SEARCHED = 2**10
-"""Longer texts than the first, in characters, are tokenized in parts of about the second; a place to cut is
-searched within the third.
-"""
-
 _ESCAPED_BLANK = "\u2581".encode()
 """How the raw text of a token has a blank."""
 _MAX_TEXT_BYTES = 1024
@@ -92,6 +86,7 @@ class LlamaVocab:
         self.control_tokens = self._texts(controls)
         self.special_tokens = self._texts({*controls, *unknowns})
         self.cut_tokens = self._texts(sorted(plain, key=lambda token: token not in self.eog))
+        self._searched = {parse_special: self._searched_tokens(parse_special) for parse_special in (False, True)}
         # A token's raw text is at least as long as the text that it stands for. Tokenizers of other types may drop
         # spaces, so for them the longest text is unknown (0).
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
@@ -127,18 +122,26 @@ class LlamaVocab:
                 raise ConfigError(message, param="--model")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
-        """Return the token ids of `text`. A long text is tokenized in parts if that gives the same ids."""
-        if parse_special and len(text) > _LONG_TEXT:
-            return self._tokenize_in_parts(text, add_special)
-        return self._tokenize(text, add_special, parse_special)
+        """Return the token ids of `text`. A long text is tokenized in parts where that gives the same ids."""
+        data = text.encode(errors="replace")
+        cuts = self._searched[parse_special].cuts(data)
+        if not cuts:
+            return self._tokenize(data, add_special, parse_special)
+        parts = (data[a:b] for a, b in pairwise([0, *cuts, len(data)]))
+        runs = [self._tokenize(part, False, parse_special) for part in parts]
+        if add_special:
+            # The tokens that llama.cpp adds do not depend on the text.
+            added = self._tokenize(b"", True, True)
+            n_before = int(self.adds_bos or self._adds_sep)
+            runs = [added[:n_before], *runs, added[n_before:]]
+        return np.concatenate(runs)
 
-    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> Tokens:
-        if self._splits_by_regex and len(text) > _REGEX_MAX_CHARACTERS:
+    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> Tokens:
+        if self._splits_by_regex and len(data.decode(errors="replace")) > _REGEX_MAX_CHARACTERS:
             raise InvalidRequestError(
-                f"a text has more than {_REGEX_MAX_CHARACTERS} characters in a row without a control token, which "
+                f"a text has more than {_REGEX_MAX_CHARACTERS} characters in a row without a special token, which "
                 "llama.cpp cannot tokenize with this model's vocabulary"
             )
-        data = text.encode(errors="replace")
         capacity = len(data) + 8
         # If the buffer is too small, llama.cpp returns the negative number of tokens.
         for _ in range(2):
@@ -151,22 +154,18 @@ class LlamaVocab:
             capacity = -n
         raise IllegalCallError(f"tokenizing {len(data)} bytes gave {n}")
 
-    def _tokenize_in_parts(self, text: str, add_special: bool) -> Tokens:
-        """Tokenize a text in parts, cut before control tokens: llama.cpp's time is quadratic in their number."""
-        cuts = [0]
-        for at in range(_PART, len(text), _PART):
-            near = range(at, min(at + _SEARCHED, len(text)))
-            cut = next((i for i in near if text.startswith(self.cut_tokens, i)), None)
-            if cut is not None:
-                cuts.append(cut)
-        parts = (text[a:b] for a, b in pairwise([*cuts, len(text)]))
-        runs = [self._tokenize(part, False, True) for part in parts]
-        if add_special:
-            # The tokens that llama.cpp adds do not depend on the text.
-            added = self._tokenize("", True, True)
-            n_before = int(self.adds_bos or self._adds_sep)
-            runs = [added[:n_before], *runs, added[n_before:]]
-        return np.concatenate(runs)
+    def _searched_tokens(self, parse_special: bool) -> SpecialTokens:
+        """Return the tokens that llama.cpp searches for in a text."""
+        controls = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        searched = self._with_attribute(controls | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+        attributes = ((token, int(self._attributes[token])) for token in searched)
+        return SpecialTokens(
+            {
+                llama_cpp.llama_vocab_get_text(self.pointer, token): attribute
+                for token, attribute in attributes
+                if parse_special or not attribute & controls
+            }
+        )
 
     def piece(self, token: int) -> bytes:
         """Return the text of a generated token as bytes; empty for control tokens."""
