@@ -28,6 +28,7 @@ from llamaslot.base.backend import Status
 from llamaslot.base.commands import TextPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.model import StepCost
 from llamaslot.base.tokens import Tokens, unpacked
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.scheduler import admission, drafter
@@ -73,6 +74,10 @@ EVENTS = (
     *("seeded", "grammar", "recurrent"),
 )
 """What the workloads must come to."""
+
+
+COST = StepCost(step_us=1e3, token_us=10.0, token_cell_us=0.0, block_us=1e6, block_cell_us=0.0)
+"""Cost with which drafts pay, and padding does not."""
 
 
 @dataclass(frozen=True)
@@ -395,6 +400,8 @@ async def test_the_first_reply_after_a_restart_is_drafted_as_one_before_it(tmp_p
         disk = DiskStore(tmp_path)
         disk.open(b"k" * 32, 64 * MIB)
         backend = opened(settings_of(EMBEDDED))
+        # As measured at a start, or kept from an earlier one: no prompt of this process tells what drafts cost.
+        backend.info = msgspec.structs.replace(backend.info, step_cost=COST)
         async with running(backend, debug_invariants=True, disk=disk, **IN_RAM) as engine:
             found += [await drafted(engine, name, prompt) for name in names]
         disk.close()
