@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from llamaslot.base.images import ImageLayout, PromptImage, Tile, tile_ids
 from bench.lora_files import add_value
+from llamaslot.base.images import ImageLayout, PromptImage, Tile, tile_ids
 
 Kind = Literal["mlp", "idefics3", "gemma3", "lfm2"]
 WIDTH, N_HEADS, N_LAYERS = 64, 2, 2
