@@ -33,6 +33,8 @@ class ImageLayout(msgspec.Struct, frozen=True):
 
     runs: tuple[Delimiters | int, ...]
     """Delimiters, and the number of tokens of each tile."""
+    refusal: str = ""
+    """Reason why no prompt may have an image of this size; then there are no runs."""
 
     @property
     def n_tokens(self) -> int:

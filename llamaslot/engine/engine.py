@@ -574,8 +574,9 @@ class Engine:
         if cache.settings.can_reuse and why_not:
             # Choices of one prompt may not share a state before the self-test has passed either.
             params = msgspec.structs.replace(params, group="")
-        if params.shift.is_on and self._backend.info.unshifted_reason:
-            # It could be shifted when the server started, but the self-test has failed since.
+        if params.shift.is_on and (self._backend.info.unshifted_reason or command.prompt.images):
+            # It could be shifted when the server started, but the self-test has failed since. Or a part of an image
+            # might be discarded, and tiles would be at other places.
             params = msgspec.structs.replace(params, shift=msgspec.structs.replace(params.shift, is_on=False))
         request = Request(
             params,

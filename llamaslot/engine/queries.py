@@ -31,7 +31,7 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.images import ImageSize
+from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH
@@ -158,11 +158,16 @@ class Queries:
         return found
 
     def _layouts(self, sizes: Sequence[ImageSize]) -> commands.ImageLayouts | LlamaslotError:
-        """Return the tokens of images of these sizes."""
-        try:
-            return commands.ImageLayouts(tuple(map(self._backend.image_layout, sizes)))
-        except LlamaslotError as error:
-            return error
+        """Return the tokens of images of these sizes, or why there are none."""
+        layouts: list[ImageLayout] = []
+        for size in sizes:
+            try:
+                layouts.append(self._backend.image_layout(size))
+            except InvalidRequestError as error:
+                layouts.append(ImageLayout((), error.message))
+            except LlamaslotError as error:
+                return error
+        return commands.ImageLayouts(tuple(layouts))
 
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)

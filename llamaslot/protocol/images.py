@@ -187,6 +187,9 @@ class RequestImages:
 
     def _parts(self, images: Sequence[_Image]) -> dict[str, ImagePart]:
         layouts = self._reader.layouts({each.size for each in images}, self._told)
+        for each in images:
+            if why := layouts[each.size].refusal:
+                refuse_field(each.field, f": {why}")
         return {each.marker: ImagePart(PromptImage(each.file, each.digest), layouts[each.size]) for each in images}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -107,3 +109,16 @@ def test_each_api_takes_the_same_image(projector: Path, tmp_path: Path) -> None:
         assert server.get("/slots")
         assert server.get("/cache?text=1")
         assert server.stop() == 0
+
+
+def test_an_image_without_tokens_is_refused_by_its_field(projector: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "--mmproj", projector, "-c", "1024") as server:
+        narrow = picture(3, 2, 600)
+        for images, place in (([narrow], 0), ([CAT, narrow], 1)):
+            parts = [{"type": "image_url", "image_url": {"url": url_of(each)}} for each in images]
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                chat(server, [{"role": "user", "content": parts}])
+            error = json.load(refused.value)["error"]
+            assert (refused.value.code, error["param"]) == (400, f"messages[0].content[{place}].image_url.url")
+            assert "too narrow" in error["message"]
+        assert chat(server, [user(CAT, "Hello")])["usage"]["prompt_tokens"] > 64

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.base.commands import ImagePart, PromptPart, TextPart
-from llamaslot.base.events import Cancelled, Failed, Finished
+from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPart
+from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.images import ImageLayout, ImageSize, PromptImage
 from llamaslot.base.model import StateKind
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import Harness, alone, running
 from tests.engine.test_workloads import ENDLESS, failures, turns
 from tests.fake_backend import FakeBackend
+from tests.scheduler.test_scheduler import Driver
 
 N_CTX = 128
 
@@ -165,6 +167,36 @@ async def test_an_image_that_cannot_be_encoded_fails_its_request_alone() -> None
         assert engine.text("2") == await answer("abc")
 
 
+async def test_a_context_with_images_is_not_shifted() -> None:
+    """Its tiles would be at other places."""
+    backend = FakeBackend(n_ctx=N_CTX, n_slots=1, projector=True)
+    async with running(backend) as engine:
+        prompt, shift = f"{'b' * 80}2 what", ContextShift(is_on=True)
+        end = finished(await engine.submit("1", parts_of(prompt), max_tokens=300, sampling=ENDLESS, shift=shift))
+        assert (end.reason, end.progress.n_prompt + end.progress.n_generated) == ("limit", N_CTX)
+        text = finished(await engine.submit("2", "b" * 80, max_tokens=300, sampling=ENDLESS, shift=shift))
+        assert text.progress.n_generated == 300
+
+
+async def test_a_request_waits_for_no_more_than_what_precedes_an_image_that_differs() -> None:
+    """Two images whose ids begin alike: the second request shares the text before, and computes its own image."""
+    one, longer = picture(5, ImageSize(1, 5)), picture(5, ImageSize(1, 9))
+    prompts = [(TextPart("look at this: " * 6), image, TextPart(" what")) for image in (one, longer)]
+    replies = []
+    for prompt in prompts:
+        replies.append(await alone(prompt, FakeBackend(n_ctx=2 * N_CTX, projector=True), max_tokens=30))
+    backend = FakeBackend(n_ctx=4 * N_CTX, projector=True)
+    async with running(backend) as engine:
+        async with engine.held():
+            ends = [engine.submit(str(i), prompt, max_tokens=30) for i, prompt in enumerate(prompts)]
+        first, second = [finished(each) for each in await asyncio.gather(*ends)]
+        assert [engine.text("0"), engine.text("1")] == replies
+        assert max(first.progress.n_cached, second.progress.n_cached) == 1 + len("look at this: " * 6 + "<i>")
+        # It waited for the text alone, not for the end of the first reply.
+        kinds = [type(event) for event in engine.events["1"]]
+        assert kinds.count(Output) > 1
+
+
 async def test_nothing_is_drafted_from_an_image() -> None:
     backend = FakeBackend(n_ctx=N_CTX, projector=True)
     async with running(backend) as engine:
@@ -172,6 +204,18 @@ async def test_nothing_is_drafted_from_an_image() -> None:
         await engine.submit("1", parts_of(f"{head}1{head}"), max_tokens=20, max_draft=16, sampling=ENDLESS)
         expected = await answer(f"{head}1{head}", 20, sampling=ENDLESS)
         assert engine.text("1") == expected
+
+
+def test_a_draft_ends_before_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(n_ctx=N_CTX)
+    request = driver.submit("abc", max_tokens=20, max_draft=16)
+    drafts = driver.scheduler._drafter
+    monkeypatch.setattr(drafts, "max_draft", 16)
+    for follows, expected in (([1, 2, -5, 3], [1, 2]), ([-5, 3], []), ([1, 2, 3], [1, 2, 3])):
+        monkeypatch.setattr(drafts, "_find", lambda *_, follows=follows: (64, np.array(follows, dtype=np.int32)))
+        found = drafts._candidate(request)
+        assert found is not None
+        assert found.follows.tolist() == expected
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from PIL import Image
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import ImagePart, TextPart, TokensPart
-from llamaslot.base.errors import ContextSizeError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.images import ImageLayout, ImageSize, PromptImage, Tile, tile_ids
 from llamaslot.base.model import Projector
 from llamaslot.base.prompt_jobs import Locate, Located, NextTurn, Prepared, Release, Remember
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt, n_common, packed
+from llamaslot.prompts import prompt_worker
 from llamaslot.prompts.divergences import EarlierPrompts
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -289,3 +290,12 @@ async def test_a_warmed_prompt_ends_before_an_image_that_others_may_not_have(wor
     assert isinstance(answer, Prepared)
     prompt = answer.prompts[0].prompt
     assert [tile.end <= prompt.n_tokens for each in prompt.images for tile in each.tiles] == [True, True]
+
+
+async def test_choices_have_so_many_images_together(worker: LocalPrompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gets a copy of the files for each of them."""
+    monkeypatch.setattr(prompt_worker, "_MAX_COPIED_BYTES", 3 * len(RED))
+    for n in (1, 3):
+        await prepared(worker, "chat", chat(part(RED), n=n))
+    with pytest.raises(InvalidRequestError, match="'n' is 4"):
+        await prepared(worker, "chat", chat(part(RED), n=4))
