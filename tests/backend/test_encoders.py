@@ -284,7 +284,7 @@ def test_texts_end_with_sep_also_if_they_are_tokenized_in_parts(bert: Path) -> N
     assert ids("\u2603") == [CLS, UNK, SEP]
     long = "the whale [SEP] " * 5_000
     for add_special in (True, False):
-        whole = vocab._tokenize(long, add_special, True).tolist()
+        whole = vocab._tokenize(long.encode(), add_special, True).tolist()
         assert ids(long, add_special=add_special) == whole
         assert whole.count(SEP) == 5_000 + add_special
     assert SEP not in ids("[SEP]", add_special=False, parse_special=False)
