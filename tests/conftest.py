@@ -39,6 +39,7 @@ SLOWEST = (
     "engine/test_disk_worker.py",
     "backend/test_splitters.py",
     "demo/test_session_workloads.py",
+    "demo/test_draft_workloads.py",
     "demo/test_restart.py",
     "demo/test_checkpoints.py",
     "engine/test_slot_actions.py",
