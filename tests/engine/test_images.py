@@ -27,10 +27,14 @@ from tests.scheduler.test_scheduler import Driver
 N_CTX = 128
 
 
+BARE = 7
+"""An image whose tile has no delimiters beside it, so that a prompt may end within it."""
+
+
 def picture(i: int, size: ImageSize | None = None) -> ImagePart:
     """An image; those with higher numbers have more tiles, up to 3."""
     layout = FakeBackend(projector=True).image_layout(size or ImageSize(64 * (i % 3) + 1, i + 1))
-    return ImagePart(PromptImage(b"%d" % i, b"%d" % i * 16), layout)
+    return ImagePart(PromptImage(b"%d" % i, b"%d" % i * 16), ImageLayout((4,)) if i == BARE else layout)
 
 
 def parts_of(prompt: str) -> tuple[PromptPart, ...]:
@@ -238,7 +242,7 @@ jobs = st.builds(
     prompt=st.builds(
         "".join,
         st.tuples(
-            st.sampled_from(("", "a1", "ab2b", "system 1 prompt 2 ")), st.text("ab012", min_size=1, max_size=6)
+            st.sampled_from(("", "a1", "ab2b", "system 1 prompt 2 ")), st.text("ab0127", min_size=1, max_size=6)
         ),
     ),
     max_tokens=st.integers(0, 16),
@@ -251,6 +255,7 @@ LAYOUTS: Sequence[dict[str, Any]] = (
     {},
     {"unified": False, "n_ctx": 2 * N_CTX},
     {"can_trim": False},
+    {"projector": "whole", "n_reserved": 2},
     {"kind": StateKind.WINDOW, "n_reserved": 2},
     {"kind": StateKind.HYBRID, "n_reserved": 2},
 )
