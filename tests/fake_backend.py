@@ -50,7 +50,7 @@ from llamaslot.base.model import (
     CheckpointSize,
     ModelInfo,
     Pooling,
-    Projector,
+    ProjectorInfo,
     RerankFormat,
     SegmentSize,
     StateKind,
@@ -218,7 +218,7 @@ class FakeBackend:
             pooling=pooling, embeds_whole=embeds_whole, rerank=rerank,
             n_vector=0 if not pooling else N_SCORES if pooling == "rank" else N_VECTOR,
             adapters=tuple(Adapter(f"{i}.gguf", f"digest-{i}", 0.0) for i in range(n_adapters)),
-            projector=Projector("mmproj.gguf", "projector", projector == "whole") if projector else None,
+            projector=ProjectorInfo("projector", n_ubatch * (projector == "whole")) if projector else None,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
@@ -228,8 +228,6 @@ class FakeBackend:
         self.bad_images: set[bytes] = set()
         """Files of images that cannot be encoded."""
         self.n_tiles_encoded = 0
-        self._encoded: tuple[bytes, int] | None = None
-        """Image and number of the tile that was encoded last, whose embeddings are kept."""
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
         self.is_loaded = True
@@ -416,25 +414,21 @@ class FakeBackend:
             raise NotSupportedError("this server takes no images: start it with --mmproj")
         if min(size.width, size.height) < 1 or max(size.width, size.height) > MAX_EDGE:
             raise InvalidRequestError(f"no tokens can be made of an image of {size.width} x {size.height} pixels")
-        n_tiles = 1 if self.info.projector.is_whole else min(1 + size.width // 64, 4)
-        runs: list[tuple[int, ...] | int] = [tuple(b"<i>")]
+        n_tiles = 1 if self.info.projector.max_tile else min(1 + size.width // 64, 4)
+        pieces: list[tuple[int, ...] | int] = [tuple(b"<i>")]
         for _ in range(n_tiles):
-            runs += [3 + size.height % 5, (ord("|"),)]
-        return ImageLayout((*runs[:-1], tuple(b"</i>")))
+            pieces += [3 + size.height % 5, (ord("|"),)]
+        return ImageLayout((*pieces[:-1], tuple(b"</i>")))
 
     def _encode(self, run: Run) -> bool:
-        """Check the ids of a tile and count its encoding, unless it is the last one; False if that fails."""
-        assert run.image is not None
+        """Check the ids of a tile and count its encoding; False if that fails."""
         assert run.tile is not None
-        tile = run.tile
-        ids = tile_ids(run.image.digest, tile.number, tile.end - tile.start)
-        if not np.array_equal(ids[run.start - tile.start :][: len(run.tokens)], run.tokens):
+        image = run.tile.image
+        if not np.array_equal(tile_ids(image.digest, run.tile.number, len(run.tokens)), run.tokens):
             raise kv_ops.IllegalCallError("the tokens are not those of the tile")
-        if self._encoded != (run.image.digest, tile.number):
-            if run.image.data in self.bad_images:
-                return False
-            self._encoded = run.image.digest, tile.number
-            self.n_tiles_encoded += 1
+        if image.data in self.bad_images:
+            return False
+        self.n_tiles_encoded += 1
         return True
 
     def use_adapters(self, adapters: Adapters) -> None:

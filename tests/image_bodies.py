@@ -11,13 +11,13 @@ import msgspec
 from PIL import Image
 
 from llamaslot.base.images import ImageLayout, ImageSize
-from llamaslot.base.model import ModelInfo, Projector
+from llamaslot.base.model import ModelInfo, ProjectorInfo
 from llamaslot.base.prompt_jobs import BodyKind, Needs, Prepare, Prepared
 from tests.fake_backend import FakeBackend
 from tests.prompt_threads import LocalPrompts, parse
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[reply]"
-PROJECTOR = Projector("mmproj.gguf", "projector", is_whole=True)
+PROJECTOR = ProjectorInfo("projector", 512)
 BEGIN, BETWEEN, END = 1, 2, 3
 """Delimiters of images."""
 CHAT: BodyKind = "chat"
@@ -101,10 +101,10 @@ def shown(prompt: Any) -> list[str | int]:
     """The texts of a prompt, and the numbers of tokens of its tiles."""
     found: list[str | int] = []
     start, tokens = 0, prompt.tokens.tolist()
-    for tile in (tile for image in prompt.images for tile in image.tiles):
-        found += [_written(tokens[start : tile.start]), tile.end - tile.start]
-        assert max(tokens[tile.start : tile.end]) < 0
-        start = tile.end
+    for first, end in (tile for image in prompt.images for tile in image.tiles):
+        found += [_written(tokens[start:first]), end - first]
+        assert max(tokens[first:end]) < 0
+        start = end
     found.append(_written(tokens[start:]))
     return found
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from bench.lora_files import add_value
-from llamaslot.base.images import ImageLayout, PromptImage, Tile, tile_ids
+from llamaslot.base.images import ImageLayout, PromptImage, tile_ids
 
 Kind = Literal["mlp", "idefics3", "gemma3", "lfm2"]
 WIDTH, N_HEADS, N_LAYERS = 64, 2, 2
@@ -152,12 +152,12 @@ def placed(data: bytes, layout: ImageLayout, start: int) -> tuple[list[int], Pro
     """Return the ids of an image at a position of a prompt, and the image with the places of its tiles."""
     digest = b"digest" + data
     ids: list[int] = []
-    tiles: list[Tile] = []
-    for run in layout.runs:
-        if isinstance(run, int):
+    tiles: list[tuple[int, int]] = []
+    for piece in layout.pieces:
+        if isinstance(piece, int):
             at = start + len(ids)
-            ids += tile_ids(digest, len(tiles), run).tolist()
-            tiles.append(Tile(at, at + run, len(tiles)))
+            ids += tile_ids(digest, len(tiles), piece).tolist()
+            tiles.append((at, at + piece))
         else:
-            ids += run
+            ids += piece
     return ids, PromptImage(data, digest, tuple(tiles))

@@ -16,7 +16,7 @@ from llamaslot.base.adapters import Adapters
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.images import ImageLayout, ImageSize, PromptImage, Tile
+from llamaslot.base.images import ImageLayout, ImageSize, Tile
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation, StateRecord
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import BackendStats
@@ -59,10 +59,8 @@ class Run:
     """
     targets: Tokens | None = None
     """Tokens to score: those that follow the first ones of `tokens`, whose logits are needed too."""
-    image: PromptImage | None = None
-    """The image to which all of the tokens belong, if they are of a tile. Such a run is alone in its batch."""
     tile: Tile | None = None
-    """The tile, of which `tokens` are all, or a part unless `Projector.is_whole`."""
+    """The tile of which these are all tokens. Such a run is alone in its batch."""
 
     @property
     def n_drafted(self) -> int:
@@ -102,21 +100,13 @@ def check_runs(
     states: StateRecord,
 ) -> None:
     """Raise `IllegalCallError` for a batch that llama.cpp aborts on; `length_of` refuses wrong sequence ids."""
-    n_vocab = info.n_vocab
     if not runs:
         raise IllegalCallError("a batch needs runs")
     if sum(len(run.tokens) for run in runs if run.tile is None) > info.n_ubatch:
         raise IllegalCallError("more tokens than a micro-batch holds")
     if not info.state.kind.allows_mixed_lengths and len({len(run.tokens) for run in runs}) > 1:
         raise IllegalCallError("runs of several lengths in one step of a model with windows and recurrent states")
-    targets = [run.targets for run in runs if run.targets is not None]
-    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_spare_rows:
-        raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
     _check_outputs(runs, info)
-    _check_images(runs, info)
-    for each in targets:
-        if len(each) and (each.min() < 0 or each.max() >= n_vocab):
-            raise IllegalCallError("a token to score is outside of the vocabulary")
     ends: dict[int, int] = {}
     for run in runs:
         length = ends[run.seq] if run.seq in ends else length_of(run.seq)
@@ -130,32 +120,37 @@ def check_runs(
         if run.targets is not None and len(run.targets) > len(run.tokens):
             raise IllegalCallError("more tokens to score than are computed")
         least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2
-        if most >= (0 if run.tile is not None else n_vocab) or (least < 0 and run.tile is None):
+        if run.tile is not None:
+            _check_tile(run, run.tile, info, is_alone=len(runs) == 1)
+        elif least < 0 or most >= info.n_vocab:
             raise IllegalCallError("a token outside of the vocabulary")
 
 
 def _check_outputs(runs: Sequence[Run], info: ModelInfo) -> None:
-    """Raise `IllegalCallError` for outputs that a model of vectors does not have."""
+    """Raise `IllegalCallError` for tokens that cannot be scored or drafted, and for outputs that a model lacks."""
+    targets = [run.targets for run in runs if run.targets is not None]
+    if sum(map(len, targets)) + sum(run.n_drafted for run in runs) > info.n_spare_rows:
+        raise IllegalCallError("more drafted tokens, and tokens to score, than there are rows of logits")
+    if any(len(each) and (each.min() < 0 or each.max() >= info.n_vocab) for each in targets):
+        raise IllegalCallError("a token to score is outside of the vocabulary")
     if info.pooling and any(run.n_outputs > 1 for run in runs):
         raise IllegalCallError("drafted tokens in a model whose outputs are vectors")
     if info.embeds_whole and any(run.start or not run.n_outputs for run in runs):
         raise IllegalCallError("a part of an input whose vector is of all of its tokens")
 
 
-def _check_images(runs: Sequence[Run], info: ModelInfo) -> None:
-    """Raise `IllegalCallError` for tokens of images that cannot be computed so."""
-    for run in runs:
-        if run.tile is None:
-            continue
-        tile, end = run.tile, run.start + len(run.tokens)
-        if info.projector is None or run.image is None or tile not in run.image.tiles:
-            raise IllegalCallError("a tile without its image, or without a projector")
-        if len(runs) > 1 or run.n_outputs > 1 or run.targets is not None:
-            raise IllegalCallError("a tile beside other tokens, or with more outputs than one")
-        if not tile.start <= run.start < end <= tile.end:
-            raise IllegalCallError(f"{run.start} to {end} is not within the tile")
-        if info.projector.is_whole and (run.start, end) != (tile.start, tile.end):
-            raise IllegalCallError("a part of a tile that must be computed whole")
+def _check_tile(run: Run, tile: Tile, info: ModelInfo, *, is_alone: bool) -> None:
+    """Raise `IllegalCallError` for a run of a tile that cannot be computed so."""
+    if info.projector is None or not 0 <= tile.number < len(tile.image.tiles):
+        raise IllegalCallError("a tile without a projector, or that its image does not have")
+    if not is_alone or run.n_outputs > 1 or run.targets is not None:
+        raise IllegalCallError("a tile beside other tokens, or with more outputs than one")
+    if (run.start, run.start + len(run.tokens)) != (tile.start, tile.end):
+        raise IllegalCallError("a run of a tile that has other tokens too, or lacks some")
+    if 0 < info.projector.max_tile < len(run.tokens):
+        raise IllegalCallError("a tile of more tokens than the model computes in one step")
+    if run.tokens.max() >= 0:
+        raise IllegalCallError("a token of the vocabulary in a tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +282,7 @@ class Backend(Protocol):
     def decode(self, runs: Sequence[Run], draws: Draws = ()) -> Decoded:
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence.
 
-        A tile may be longer, unless its tokens attend to each other (`Projector.is_whole`).
+        A tile may be longer (`ProjectorInfo.max_tile`).
 
         `draws` are those of the `sample` that follows; what the device can sample of them is computed there.
         """

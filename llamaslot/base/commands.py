@@ -14,7 +14,7 @@ import msgspec
 from llamaslot.base.adapters import Adapters, adapters_key
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget
-from llamaslot.base.images import ImageLayout, ImageSize, PromptImage
+from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import TokenizedPrompt
@@ -41,8 +41,10 @@ class TokensPart(msgspec.Struct, frozen=True, tag="tokens"):
 class ImagePart(msgspec.Struct, frozen=True, tag="image"):
     """An image in a prompt."""
 
-    image: PromptImage
-    """It has no tiles yet: they follow from the layout and the place in the prompt."""
+    data: bytes
+    """Its file, as the client sent it."""
+    digest: bytes
+    """Digest of its pixels and of the projector."""
     layout: ImageLayout
 
 

@@ -25,11 +25,24 @@ to a few million pixels, and cameras of telephones have up to 2**24 where the us
 """
 MAX_FILE_BYTES = 2**26
 """Most bytes of an image's file. The same pixels without any compression are 100 MB."""
+MAX_RATIO = 200
+"""Most times that an edge is longer than the other one. libmtmd scales the longer one to some hundred pixels, and
+cannot encode an image if the other one vanishes; Qwen-VL's own preprocessing has the same limit.
+"""
 _MAX_SCANS = 64
 """Most scans of a JPEG. Encoders write up to a dozen; each costs as much as all pixels, and may have few bytes."""
 _START_OF_SCAN = b"\xff\xda"
 _ONE_AT_A_TIME = threading.Lock()
 """Held while an image is decoded, so that several threads do not need the memory at once, and for `warnings`."""
+
+
+def check_size(size: ImageSize) -> None:
+    """Raise `InvalidRequestError` for a size of which libmtmd cannot make tokens, or that takes too much memory."""
+    least, most = sorted((size.width, size.height))
+    if not 0 < least * most <= MAX_PIXELS:
+        raise InvalidRequestError(f"has {size} pixels (limit: 1 to {MAX_PIXELS:,})")
+    if most > MAX_RATIO * least:
+        raise InvalidRequestError(f"has {size} pixels, and is too narrow: at most 1:{MAX_RATIO} is accepted")
 
 
 def decode(data: bytes) -> tuple[ImageSize, bytes]:
@@ -62,11 +75,10 @@ def _decoded(data: bytes) -> tuple[ImageSize, bytes]:
     except UnidentifiedImageError:
         raise InvalidRequestError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
-        raise InvalidRequestError(f"has more than {MAX_PIXELS} pixels") from None
+        raise InvalidRequestError(f"has more than {MAX_PIXELS:,} pixels") from None
     with image:
         size = ImageSize(image.width, image.height)
-        if not 0 < size.width * size.height <= MAX_PIXELS:
-            raise InvalidRequestError(f"has {size.width}x{size.height} pixels (limit: 1 to {MAX_PIXELS})")
+        check_size(size)
         if image.format == "JPEG" and data.count(_START_OF_SCAN) > _MAX_SCANS:
             raise InvalidRequestError(f"has more than {_MAX_SCANS} scans")
         image.load()

@@ -10,45 +10,42 @@ needs its image.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     from llamaslot.base.tokens import Tokens
 
+_FIRST = -(2**30)
+"""Least id of the first token of a tile. Those of the others are lower, so that ids say where tiles begin."""
 Delimiters = tuple[int, ...]
 """Token ids between the tiles of an image."""
 
 
-class ImageSize(msgspec.Struct, frozen=True, order=True):
+class ImageSize(msgspec.Struct, frozen=True):
     """Pixels of an image."""
 
     width: int
     height: int
 
+    def __str__(self) -> str:
+        """Return it as messages show it."""
+        return f"{self.width} x {self.height}"
+
 
 class ImageLayout(msgspec.Struct, frozen=True):
     """Tokens that a model makes of any image of one size, in their order."""
 
-    runs: tuple[Delimiters | int, ...]
+    pieces: tuple[Delimiters | int, ...]
     """Delimiters, and the number of tokens of each tile."""
     refusal: str = ""
-    """Reason why no prompt may have an image of this size; then there are no runs."""
+    """Reason why no prompt may have an image of this size; then there are no pieces."""
 
     @property
     def n_tokens(self) -> int:
         """Number of tokens of the whole image."""
-        return sum(run if isinstance(run, int) else len(run) for run in self.runs)
-
-
-class Tile(msgspec.Struct, frozen=True):
-    """A tile of an image, at positions `[start, end)` of a prompt."""
-
-    start: int
-    end: int
-    number: int
-    """Its place among the tiles of its image."""
+        return sum(piece if isinstance(piece, int) else len(piece) for piece in self.pieces)
 
 
 class PromptImage(msgspec.Struct, frozen=True):
@@ -58,19 +55,38 @@ class PromptImage(msgspec.Struct, frozen=True):
     """Its file, as the client sent it."""
     digest: bytes
     """Digest of its pixels and of the projector."""
-    tiles: tuple[Tile, ...] = ()
+    tiles: tuple[tuple[int, int], ...]
+    """Positions `[start, end)` of each of its tiles in the prompt."""
 
 
-def before_image(tokens: Tokens, n: int) -> int:
-    """Return `n`, or the place where images begin if the first `n` of these tokens may end within one.
+class Tile(NamedTuple):
+    """A tile of a prompt's image."""
 
-    That is not known if no more tokens follow.
+    image: PromptImage
+    number: int
+    """Its place among the tiles of the image."""
+
+    @property
+    def start(self) -> int:
+        """Position of its first token in the prompt."""
+        return self.image.tiles[self.number][0]
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.image.tiles[self.number][1]
+
+
+def before_tile(tokens: Tokens, n: int) -> int:
+    """Return `n`, or the place where the tile begins within which the first `n` of these tokens may end.
+
+    It may if no more tokens follow.
     """
-    if not 0 < n <= len(tokens) or tokens[n - 1] >= 0 or (n < len(tokens) and tokens[n] >= 0):
+    if not 0 < n <= len(tokens) or tokens[n - 1] >= 0 or (n < len(tokens) and tokens[n] >= _FIRST):
         return n
-    while n and tokens[n - 1] < 0:
+    while n > 1 and tokens[n - 1] < _FIRST:
         n -= 1
-    return n
+    return n - 1
 
 
 def tile_ids(digest: bytes, number: int, n_tokens: int) -> Tokens:
@@ -78,4 +94,7 @@ def tile_ids(digest: bytes, number: int, n_tokens: int) -> Tokens:
     import numpy as np  # noqa: PLC0415 - the server's parent process does without
 
     words = hashlib.shake_128(digest + number.to_bytes(4, "little")).digest(4 * n_tokens)
-    return (np.frombuffer(words, dtype="<u4") | np.uint32(1 << 31)).astype(np.uint32).view(np.int32)
+    # The two highest bits are 11 in the first id, and 10 in the others.
+    ids = np.frombuffer(words, dtype="<u4") >> 2 | np.uint32(1 << 31)
+    ids[0] |= 1 << 30
+    return ids.astype(np.uint32).view(np.int32)

@@ -153,14 +153,13 @@ class FimTokens(msgspec.Struct, frozen=True):
     """The BOS, where the tokenizer puts one before a prompt."""
 
 
-class Projector(msgspec.Struct, frozen=True):
+class ProjectorInfo(msgspec.Struct, frozen=True):
     """The projector of images (`--mmproj`) that a model is served with."""
 
-    path: str
     digest: str
     """Digest of its file and of the settings that its embeddings depend on."""
-    is_whole: bool
-    """True if the tokens of a tile attend to each other, so that it must fit into a micro-batch."""
+    max_tile: int
+    """Most tokens of a tile, if it must be computed in one micro-batch; 0 for no limit."""
 
 
 class RerankFormat(msgspec.Struct, frozen=True):
@@ -360,7 +359,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The files of the weights, and of what computes with them."""
     adapters: tuple[Adapter, ...] = ()
     """Adapters that requests may apply. The KV of requests without one does not depend on them."""
-    projector: Projector | None = None
+    projector: ProjectorInfo | None = None
     """The projector that makes embeddings of images; None where prompts are text."""
     adapter_switch_ms: float = 0.0
     """Milliseconds that a step takes longer if its adapters are not those of the step before; 0 if not measured."""

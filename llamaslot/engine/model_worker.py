@@ -23,7 +23,7 @@ from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_st
 
 OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]
 T = TypeVar("T")
-_IMAGE_FACTOR = 10
+_TILE_FACTOR = 10
 """How much longer a step may take that encodes an image: how long that takes is not known before."""
 _WATCH_FACTOR = 20
 """Longest duration of a step, as a multiple of its expected duration."""
@@ -80,7 +80,7 @@ class Worker:
         def compute() -> None:
             step: StepPlan | None = plan
             while step is not None:
-                self._watch.begin(step.n_tokens, is_image=step.turn.is_image)
+                self._watch.begin(step.n_tokens, has_tile=step.turn.tile is not None)
                 result = apply(step, self._backend, self._clock)
                 after = (
                     None
@@ -110,7 +110,7 @@ class StepWatch:
     """Detects a step that takes far longer than expected, for example because a GPU driver hangs.
 
     Time during which the process was stopped, or waited for a CPU that others used, does not count. Steps are
-    limited to `seconds` (0 for no limit), with an image to `_IMAGE_FACTOR` times as many, or to `_WATCH_FACTOR`
+    limited to `seconds` (0 for no limit), with an image to `_TILE_FACTOR` times as many, or to `_WATCH_FACTOR`
     times their expected duration if that is longer.
 
     `begin` is called on the event loop (for planning) and on the model thread (for each step), `end` when nothing
@@ -132,10 +132,10 @@ class StepWatch:
         """Set the measured microseconds to compute a token; 0 if unknown."""
         self._token_s = prefill_us / 1e6
 
-    def begin(self, n_tokens: int = 0, *, is_image: bool = False) -> None:
+    def begin(self, n_tokens: int = 0, *, has_tile: bool = False) -> None:
         """Record that a step of `n_tokens` begins, or (with 0) its planning."""
         if self._seconds:
-            limit = self._seconds * (_IMAGE_FACTOR if is_image else 1)
+            limit = self._seconds * (_TILE_FACTOR if has_tile else 1)
             limit = max(limit, _WATCH_FACTOR * n_tokens * self._token_s)
             self._deadline = self._clock() + limit
             self._is_active.set()

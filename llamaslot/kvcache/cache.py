@@ -144,9 +144,6 @@ class KVCache:
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
         match = self._restorer.cut(self._public.match(namespace, tokens))
-        if not self.settings.has_states:
-            # Else it ends at a restore point, of which none is within an image.
-            match = match.without_parts_of_images()
         return match.cut(0, ()) if self.settings.is_on_trial else match
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
@@ -244,8 +241,6 @@ class KVCache:
             return LoadResult(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
         match = self._restorer.cut_to_pending(seq, match)
-        if not self.settings.has_states:
-            match = match.without_parts_of_images()
         n_copied = self._pool.copy_resident(seq, match)
         if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
             # Computing is faster than the copy. Later segments are loaded only if segments cover the gap as well.
@@ -264,6 +259,7 @@ class KVCache:
         self._restorer.finish(seq)
         if loaded.status is LoadStatus.DONE:
             self._restorer.fall_back(seq)
+            self._restorer.cut_to_tile(seq, match)
         self._n_loaded += loaded.n_loaded
         self._tiers.counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)

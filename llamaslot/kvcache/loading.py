@@ -42,8 +42,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from llamaslot.base.images import before_tile
 from llamaslot.base.kv_ops import Save
 from llamaslot.base.namespaces import PUBLIC_TENANT, public_of, reads_public
+from llamaslot.base.tokens import unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import LoadResult, LoadStatus, Match, SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, SegmentState, checkpoints_on
@@ -216,7 +218,8 @@ class StateRestorer:
         parts = worth_loading(match)
         n_covered = parts[-1].end if parts else match.n_resident
         if not self._settings.has_states:
-            return replace(match, n_cached=n_covered) if parts else match
+            return (replace(match, n_cached=n_covered) if parts else match).before_tile()
+        # No restore point is within a tile.
         for node in self._restore_points(match, n_covered):
             n = node.end
             parts = worth_loading(replace(match, parts=match.parts_until(n))) if n > match.n_resident else ()
@@ -274,7 +277,7 @@ class StateRestorer:
     def cut_to_pending(self, seq: int, match: Match) -> Match:
         """Cut a match at the position of the checkpoint that a sequence waits for."""
         if not self._settings.has_states:
-            return match
+            return match.before_tile()
         pending = self._pending(seq)
         n = pending.end if pending is not None else self._tree.length(seq)
         return match.cut(n, match.parts_until(n))
@@ -311,6 +314,16 @@ class StateRestorer:
         if found is not None:
             self._restore(seq, found)
         else:
+            self._sequences.empty(seq)
+
+    def cut_to_tile(self, seq: int, match: Match) -> None:
+        """Remove the first part of a tile from a sequence that did not get all that a match has."""
+        if self._settings.has_states:
+            return
+        n_held = self._tree.length(seq)
+        if n := before_tile(unpacked(match.tokens), n_held):
+            self._sequences.truncate(seq, n)
+        elif n_held:
             self._sequences.empty(seq)
 
     def check(self) -> None:

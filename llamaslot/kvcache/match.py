@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
-from llamaslot.base.images import before_image
+from llamaslot.base.images import before_tile
 from llamaslot.base.namespaces import is_salted
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, unpacked
@@ -81,9 +81,9 @@ class Match:
             node = node.parent
         return replace(self, resident_end=node, n_resident=n, parts=parts, n_cached=n)
 
-    def without_parts_of_images(self) -> Match:
-        """Return the match cut to where images begin in which it may end: they are computed whole."""
-        n = before_image(unpacked(self.tokens), self.n_cached)
+    def before_tile(self) -> Match:
+        """Return the match cut to where the tile begins within which it may end: a tile is computed whole."""
+        n = before_tile(unpacked(self.tokens), self.n_cached)
         return self.cut(n, self.parts_until(n)) if n < self.n_cached else self
 
     def parts_until(self, n: int) -> tuple[SegmentPart, ...]:

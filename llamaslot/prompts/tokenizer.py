@@ -33,7 +33,7 @@ from llamaslot.base.adapters import adapters_key
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.images import PromptImage, Tile, before_image, tile_ids
+from llamaslot.base.images import PromptImage, before_tile, tile_ids
 from llamaslot.base.text_records import Session, TextAnchor, TextRecord, session_digest
 from llamaslot.base.tokens import (
     WIDTH,
@@ -101,22 +101,22 @@ def _tokenized_parts(
 def _placed(part: ImagePart, start: int) -> tuple[list[Tokens], PromptImage]:
     """Return the tokens of an image from a place of a prompt on, and the image with its tiles there."""
     runs: list[Tokens] = []
-    tiles: list[Tile] = []
-    for run in part.layout.runs:
-        if isinstance(run, int):
-            runs.append(tile_ids(part.image.digest, len(tiles), run))
-            tiles.append(Tile(start, start + run, len(tiles)))
+    tiles: list[tuple[int, int]] = []
+    for piece in part.layout.pieces:
+        if isinstance(piece, int):
+            runs.append(tile_ids(part.digest, len(tiles), piece))
+            tiles.append((start, start + piece))
         else:
-            runs.append(np.array(run, dtype=np.int32))
+            runs.append(np.array(piece, dtype=np.int32))
         start += len(runs[-1])
-    return runs, structs.replace(part.image, tiles=tuple(tiles))
+    return runs, PromptImage(part.data, part.digest, tuple(tiles))
 
 
 def _first_tokens(prompt: TokenizedPrompt, n_tokens: int) -> TokenizedPrompt:
     """Return the first tokens of a prompt, without a tile that is not whole among them."""
-    n_tokens = before_image(prompt.tokens, n_tokens)
+    n_tokens = before_tile(prompt.tokens, n_tokens)
     images = [
-        structs.replace(image, tiles=tuple(tile for tile in image.tiles if tile.end <= n_tokens))
+        structs.replace(image, tiles=tuple(each for each in image.tiles if each[1] <= n_tokens))
         for image in prompt.images
     ]
     return TokenizedPrompt(packed(prompt.tokens[:n_tokens]), images=tuple(each for each in images if each.tiles))

@@ -4,7 +4,7 @@
     to template "Which is<__image_a1..__><__image_b2..__>older?"
     prompt      TextPart "..user\\nWhich is", ImagePart, ImagePart, TextPart "older?<end of turn>.."
 
-A marker has the digest of its image's file, so that the template, and all that reads messages, sees text alone. As
+A marker has a digest of its image's file, so that the template, and all that reads messages, sees text alone. As
 in llama-server, a message with images becomes one text, with line breaks between its texts and none around images.
 
 A file is decoded once, for its size and the digest of its pixels: later turns of a conversation send all of its
@@ -28,8 +28,8 @@ import msgspec
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.image_files import decode
-from llamaslot.base.images import ImageLayout, ImageSize, PromptImage
-from llamaslot.base.model import Projector
+from llamaslot.base.images import ImageLayout, ImageSize
+from llamaslot.base.model import ProjectorInfo
 from llamaslot.text.conversation import checked_list, clean_part, refuse_field
 
 K = TypeVar("K", bound=Hashable)
@@ -91,9 +91,9 @@ class _Image:
 
 
 class ImageReader:
-    """What is known of images and of their sizes; for one projector, None for none. Usable on any thread."""
+    """Reads images, and remembers their digests and sizes; for one projector, or none. Usable on any thread."""
 
-    def __init__(self, projector: Projector | None) -> None:
+    def __init__(self, projector: ProjectorInfo | None) -> None:
         self._projector = projector
         self._files: _Recent[bytes, tuple[ImageSize, bytes]] = _Recent()
         """Size and digest of the pixels, by the digest of the file."""
@@ -106,26 +106,26 @@ class ImageReader:
             why = ": image input is not supported, since the server was started without a projector (--mmproj)"
             refuse_field(field, why, NotSupportedError)
 
-    def read(self, text: str, field: str, *, may_decode: bool) -> tuple[_Image, int]:
-        """Return an image, and the pixels that were decoded for it; raises `InvalidRequestError`."""
+    def read(self, text: str, field: str, tenant: bytes, *, may_decode: bool) -> tuple[_Image, int]:
+        """Return an image, and the pixels that were decoded for it; raises `InvalidRequestError`.
+
+        Files are remembered by tenant: nobody sees, by time or by `may_decode`, what another one has sent.
+        """
         self.check_supported(field)
         assert self._projector is not None
         file = _file(text, field)
-        key = hashlib.blake2b(file, digest_size=_DIGEST_BYTES).digest()
+        key = hashlib.blake2b(file, digest_size=_DIGEST_BYTES, key=tenant).digest()
         known, n_new = self._files.get(key), 0
         if known is None:
             if not may_decode:
                 why = f": the images before it have {MAX_NEW_PIXELS} pixels, and no more are decoded of a request"
                 refuse_field(field, f"{why}; those are known now, if it is sent again")
             try:
-                size, pixels = decode(file)
+                known = _size_and_digest(file, self._projector)
             except InvalidRequestError as error:
                 refuse_field(field, error.message)
-            head = f"{self._projector.digest} {size.width} {size.height} "
-            digest = hashlib.blake2b(head.encode(), digest_size=_DIGEST_BYTES)
-            digest.update(pixels)
-            known, n_new = (size, digest.digest()), size.width * size.height
             self._files.add(key, known)
+            n_new = known[0].width * known[0].height
         return _Image(f"<__image_{key.hex()}__>", file, *known, field), n_new
 
     def layouts(
@@ -141,25 +141,60 @@ class ImageReader:
 
 
 class RequestImages:
-    """The images of a request. `told` has layouts that the engine has told for it."""
+    """The images of a request, which belongs to `tenant`. `told` has layouts that the engine has told for it."""
 
-    def __init__(self, reader: ImageReader, told: Mapping[ImageSize, ImageLayout]) -> None:
+    def __init__(self, reader: ImageReader, told: Mapping[ImageSize, ImageLayout], tenant: str) -> None:
         self._reader = reader
         self._told = told
-        self._n_images = self._n_new = 0
+        self._tenant = hashlib.sha256(tenant.encode()).digest()
+        self._images: list[_Image] = []
+        """Those that were read so far, in their order."""
+        self._n_new = 0
+        """Pixels that were decoded for them."""
 
-    def of_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatImages]:
-        """Return the messages with markers in place of images, and the images."""
-        images: list[_Image] = []
+    def __bool__(self) -> bool:
+        """True if there are any."""
+        return bool(self._images)
 
-        def text_of(part: Mapping[str, Any], where: str) -> str:
-            images.append(self._read(*given_image(part, where)))
-            return images[-1].marker
+    # --- chats ---
 
-        changed = with_texts(messages, text_of)
-        return changed, ChatImages(self._parts(images), images)
+    def in_messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Read the images of a chat, and return its messages with markers in place of them."""
+        changed = with_texts(messages, lambda part, where: self._read(*given_image(part, where)).marker)
+        # An image that no prompt may have is refused before anything is rendered.
+        self._parts(self._images)
+        return changed
 
-    def of_prompt(self, text: Any, data: Any, param: str) -> tuple[PromptPart, ...]:
+    def put_into(self, rendered: Sequence[TextPart]) -> tuple[PromptPart, ...]:
+        """Return a chat's prompt with the images in place of their markers; those of other images are text.
+
+        Raises `InvalidRequestError` if the template has left out an image, or if a text of the chat has its marker.
+        """
+        if not self._images:
+            return tuple(rendered)
+        images = self._parts(self._images)
+        found: list[PromptPart] = []
+        n_found: Counter[str] = Counter()
+        for part in rendered:
+            done = 0
+            for match in _MARKER.finditer(part.text):
+                image = images.get(match[0])
+                if image is not None:
+                    n_found[match[0]] += 1
+                    found += [msgspec.structs.replace(part, text=part.text[done : match.start()]), image]
+                    done = match.end()
+            found.append(msgspec.structs.replace(part, text=part.text[done:]))
+        n_given = Counter(each.marker for each in self._images)
+        for each in self._images:
+            if n_found[each.marker] != n_given[each.marker]:
+                n, n_rendered = n_given[each.marker], n_found[each.marker]
+                why = f": the image is {n} times in the messages, and {n_rendered} times in the template's prompt"
+                refuse_field(each.field, why)
+        return _without_empty(found)
+
+    # --- prompts ---
+
+    def in_prompt(self, text: Any, data: Any, param: str) -> tuple[PromptPart, ...]:
         """Return a prompt that has an image for each `MEDIA_MARKER`, in llama-server's form."""
         if not isinstance(text, str):
             refuse_field(f"{param}.prompt_string", "must be text beside 'multimodal_data'")
@@ -177,58 +212,23 @@ class RequestImages:
             found += [parts[image.marker], TextPart(after)]
         return _without_empty(found)
 
+    # --- inside ---
+
     def _read(self, text: str, field: str) -> _Image:
-        self._n_images += 1
-        if self._n_images > MAX_IMAGES:
+        if len(self._images) == MAX_IMAGES:
             refuse_field(field, f": the request has more than {MAX_IMAGES} images")
-        image, n_new = self._reader.read(text, field, may_decode=self._n_new < MAX_NEW_PIXELS)
+        image, n_new = self._reader.read(text, field, self._tenant, may_decode=self._n_new < MAX_NEW_PIXELS)
+        self._images.append(image)
         self._n_new += n_new
         return image
 
     def _parts(self, images: Sequence[_Image]) -> dict[str, ImagePart]:
+        """Return the parts of a prompt that images are, by marker."""
         layouts = self._reader.layouts({each.size for each in images}, self._told)
         for each in images:
             if why := layouts[each.size].refusal:
                 refuse_field(each.field, f": {why}")
-        return {each.marker: ImagePart(PromptImage(each.file, each.digest), layouts[each.size]) for each in images}
-
-
-class ChatImages:
-    """The images of a chat, in whose prompt the markers are to be found."""
-
-    def __init__(self, parts: Mapping[str, ImagePart], images: Sequence[_Image]) -> None:
-        self._parts = parts
-        self._images = images
-
-    def __bool__(self) -> bool:
-        """True if there are any."""
-        return bool(self._images)
-
-    def put_into(self, rendered: Sequence[TextPart]) -> tuple[PromptPart, ...]:
-        """Return a prompt with the images in place of their markers; those of other images are text.
-
-        Raises `InvalidRequestError` if the template has left out an image, or if a text of the chat has its marker.
-        """
-        if not self._images:
-            return tuple(rendered)
-        found: list[PromptPart] = []
-        n_found: Counter[str] = Counter()
-        for part in rendered:
-            done = 0
-            for match in _MARKER.finditer(part.text):
-                image = self._parts.get(match[0])
-                if image is not None:
-                    n_found[match[0]] += 1
-                    found += [msgspec.structs.replace(part, text=part.text[done : match.start()]), image]
-                    done = match.end()
-            found.append(msgspec.structs.replace(part, text=part.text[done:]))
-        n_given = Counter(each.marker for each in self._images)
-        for each in self._images:
-            if n_found[each.marker] != n_given[each.marker]:
-                n, n_rendered = n_given[each.marker], n_found[each.marker]
-                why = f": the image is {n} times in the messages, and {n_rendered} times in the template's prompt"
-                refuse_field(each.field, why)
-        return _without_empty(found)
+        return {each.marker: ImagePart(each.file, each.digest, layouts[each.size]) for each in images}
 
 
 def _without_empty(parts: Iterable[PromptPart]) -> tuple[PromptPart, ...]:
@@ -271,6 +271,15 @@ def given_image(part: Mapping[str, Any], where: str) -> tuple[str, str]:
     if not isinstance(image, str):
         refuse_field(field, "must be text: a data: URL")
     return image, field
+
+
+def _size_and_digest(file: bytes, projector: ProjectorInfo) -> tuple[ImageSize, bytes]:
+    """Decode an image, and return its size and the digest of its pixels; raises `InvalidRequestError`."""
+    size, pixels = decode(file)
+    head = f"{projector.digest} {size.width} {size.height} "
+    digest = hashlib.blake2b(head.encode(), digest_size=_DIGEST_BYTES)
+    digest.update(pixels)
+    return size, digest.digest()
 
 
 def _file(text: str, field: str) -> bytes:

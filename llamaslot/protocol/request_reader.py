@@ -50,7 +50,6 @@ from llamaslot.protocol.chat_prompt import ChatReader, checked_messages, convers
 from llamaslot.protocol.constraints import RAW_GRAMMAR, ConstraintReader, read_tools
 from llamaslot.protocol.images import (
     MEDIA_MARKER,
-    ChatImages,
     ImageReader,
     RequestImages,
     UnknownSizesError,
@@ -197,7 +196,7 @@ class RequestReader:
             prompts = [self._infill.of_parts(body, self._settings)]
         else:
             refuse_missing(body, is_text=job.kind != "native")
-            images = RequestImages(self._images, job.layouts)
+            images = self._images_of(body, job)
             prompts = prompts_of(body, self._info.n_vocab, self._settings.max_prompts, images)
             if body.suffix:
                 self._check_sizes(prompts)
@@ -286,27 +285,29 @@ class RequestReader:
         `of_api` has fields of `ReplyOptions` that chats do not have, and arguments of `_one_chat`.
         """
         refuse_missing(body)
-        messages, images = RequestImages(self._images, job.layouts).of_messages(body.messages)
-        text = msgspec.structs.replace(body, messages=messages)
+        images = self._images_of(body, job)
+        text = msgspec.structs.replace(body, messages=images.in_messages(body.messages))
         if job.purpose == "warm":
             return self._warming(text, job, images)
-        return self._one_chat(text, job, images, given=body, **of_api)
+        to_store = _chat_to_store(body, job.context.request_id) if job.purpose == "run" else None
+        return self._one_chat(text, job, images, chat=to_store, **of_api)
+
+    def _images_of(self, body: ChatBody | CompletionBody, job: Prepare) -> RequestImages:
+        return RequestImages(self._images, job.layouts, f"{job.context.key_secret}\n{body.cache_salt or ''}")
 
     def _one_chat(
         self,
         body: ChatBody,
         job: Prepare,
-        images: ChatImages,
+        images: RequestImages,
         *,
-        given: ChatBody | None = None,
         before: tuple[int, ...] = (),
         call_ids: bool = True,
         **of_api: Any,
     ) -> ReadBody:
-        """Read a chat with the messages that its prompt has, after the tokens `before`.
+        """Read a chat, in whose messages markers stand for `images`, after the tokens `before`.
 
-        `given` is the chat with the images themselves, which may be to be stored. Without `call_ids` its messages
-        have no ids of calls, and its reply gets none.
+        Without `call_ids` its messages have no ids of calls, and its reply gets none.
         """
         chats, is_run = self._chats, job.purpose == "run"
         # The prompt.
@@ -373,10 +374,9 @@ class RequestReader:
             request = replace(request, chat=turn, rest=rest)
             if turn.begun:
                 parser = msgspec.structs.replace(parser, reasoning_open=chats.reasoning_open(body, text))
-        to_store = _chat_to_store(given, job.context.request_id) if is_run and given is not None else None
-        return (request,), _reply_options(body, request, self._settings, parser=parser, chat=to_store, **of_api)
+        return (request,), _reply_options(body, request, self._settings, parser=parser, **of_api)
 
-    def _warming(self, body: ChatBody, job: Prepare, images: ChatImages) -> ReadBody:
+    def _warming(self, body: ChatBody, job: Prepare, images: RequestImages) -> ReadBody:
         """Read a chat that is computed for later ones, which have all of its messages.
 
         If the last message needs a reply, the prompt is the chat's own. Otherwise it ends before the next message.

@@ -299,7 +299,7 @@ def parse_prompt(
     if isinstance(prompt, PromptObject):
         assert images is not None
         if prompt.multimodal_data is not None:
-            return images.of_prompt(prompt.prompt_string, prompt.multimodal_data, param)
+            return images.in_prompt(prompt.prompt_string, prompt.multimodal_data, param)
         prompt = prompt.prompt_string
     if isinstance(prompt, str):
         return (TextPart(prompt, special=special),)

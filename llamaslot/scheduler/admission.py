@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llamaslot.base.callers import MAX_ROUND_TURNS, Turns
-from llamaslot.base.images import before_image
+from llamaslot.base.images import before_tile
 from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
@@ -291,7 +291,7 @@ class Admission:
             key = leader.arrival, leader.n_at_admission
             if key not in request.n_common:
                 n = n_common(prefix, leader.tokens.view(0, leader.n_at_admission))
-                request.n_common[key] = before_image(prefix, n)
+                request.n_common[key] = before_tile(prefix, n)
             n = request.n_common[key]
             if n == 0 or n < longest or not self._cache.can_share(leader.slot, n):
                 continue

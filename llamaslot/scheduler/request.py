@@ -120,13 +120,12 @@ class Tiles:
     """Places of a prompt's images: a step computes one tile, or tokens of text."""
 
     def __init__(self, images: Sequence[PromptImage] = ()) -> None:
-        self._tiles = [(image, tile) for image in images for tile in image.tiles]
-        self._starts = [tile.start for _, tile in self._tiles]
+        self._tiles = {start: Tile(each, i) for each in images for i, (start, _) in enumerate(each.tiles)}
+        self._starts = list(self._tiles)
 
-    def at(self, position: int) -> tuple[PromptImage, Tile] | None:
-        """Return the tile that the token at a position belongs to, and its image; None for a token of text."""
-        place = bisect.bisect_right(self._starts, position) - 1
-        return self._tiles[place] if place >= 0 and position < self._tiles[place][1].end else None
+    def at(self, position: int) -> Tile | None:
+        """Return the tile that begins at a position; None for text."""
+        return self._tiles.get(position)
 
     def limit(self, position: int, n: int) -> int:
         """Return how many of the `n` tokens from `position` on are before the next tile."""

@@ -22,7 +22,7 @@ only one that fails alone is at fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -32,7 +32,6 @@ import numpy as np
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.images import PromptImage, Tile
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
@@ -47,7 +46,8 @@ from llamaslot.scheduler.drafter import Drafter
 from llamaslot.scheduler.layout import LayoutChoice
 from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, ReuseStats, Slot
 from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Turn, Work
-from llamaslot.scheduler.step_planner import AdapterTurns, PromptTurns, RunTurns, StepPlanner
+from llamaslot.scheduler.step_planner import StepPlanner
+from llamaslot.scheduler.turns import AdapterTurns, ImageTurns, PromptTurns, RunTurns, Turns
 
 INVALID_LOGITS = "INVALID_LOGITS"
 """Reason of a decode that succeeded, and whose logits are NaN or infinite."""
@@ -141,8 +141,6 @@ class Scheduler:
         self._drafter = Drafter(info, self.chunks, self.cache)
         self._planner = StepPlanner(info, self.cache, self.admission, self.chunks, self._drafter)
         self._turns = self._turns_for(info)
-        self._last_was_image = False
-        """True if the last step computed a tile of an image."""
         self.deadlines = Deadlines()
         """Times at which to plan again even if no command arrives."""
         self.admitted: list[Request] = []
@@ -266,10 +264,7 @@ class Scheduler:
         running = by_share(running)
         able = [request for request in suspects[:1] or running if request in loaded]
         pending = {request: self._n_pending(request) for request in able}
-        turn = self._image_turn(able, pending)
-        if turn is None:
-            text = {each: n for each, n in pending.items() if not self._tile_of(each)}
-            turn = self._turns.next(text, now) if self._turns is not None else Turn([*text])
+        turn = self._turns.next(pending, now) if self._turns is not None else Turn([*pending])
         ready = self._taker.take_due(turn.requests, self.queue)
         # 5. Idle prefixes that would slow prompts down are offloaded.
         n_prefill = sum(n for each in ready if (n := pending[each]) > 1 and not each.is_decoding(n))
@@ -281,7 +276,7 @@ class Scheduler:
             turn,
             now,
             running=running,
-            may_pad=not suspects and not turn.is_image,
+            may_pad=not suspects,
             may_repeat=not suspects and not is_loading and len(ready) + turn.n_others == len(able),
         )
         # 7. What else is due: offloading ahead of time, disk jobs, uploads.
@@ -298,7 +293,6 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Update the state to what the backend did for `plan`."""
         self.has_drafts = False
-        self._last_was_image = plan.turn.is_image
         if self._turns is not None:
             self._turns.commit(plan.turn)
         # 1. Operations for which there was no memory.
@@ -344,22 +338,6 @@ class Scheduler:
         """Return how many tokens a running request still has to compute."""
         return len(request.tokens) - self.cache.length(request.slot)
 
-    def _tile_of(self, request: Request) -> tuple[PromptImage, Tile] | None:
-        """Return the tile that a running request has to compute next, and its image; None for text."""
-        return request.tiles.at(self.cache.length(request.slot))
-
-    def _image_turn(self, able: Sequence[Request], pending: Mapping[Request, int]) -> Turn | None:
-        """Return the turn of the first request that has a tile to compute next; None if text is next.
-
-        llama.cpp computes embeddings in batches of their own. Since the others wait for that, they have every other
-        step.
-        """
-        with_tile = [each for each in able if self._tile_of(each)]
-        if not with_tile or (self._last_was_image and len(with_tile) < len(able)):
-            return None
-        n_waiting = sum(each.is_decoding(n) for each, n in pending.items() if each is not with_tile[0])
-        return Turn(with_tile[:1], n_waiting=n_waiting, is_image=True)
-
     def _load(self, running: Sequence[Request]) -> tuple[list[Request], bool]:
         """Extend running prompts by what is cached of them by now.
 
@@ -376,10 +354,6 @@ class Scheduler:
                 is_loading |= result.status is LoadStatus.MORE
                 if result.status is not LoadStatus.DONE:
                     continue
-                found = self._tile_of(request)
-                if found is not None and found[1].start < self.cache.length(request.slot):
-                    # The rest of an image was not loaded after all.
-                    self.cache.truncate(request.slot, found[1].start)
             loaded.append(request)
         return loaded, is_loading
 
@@ -548,7 +522,7 @@ class Scheduler:
         """Keep the first `n` tokens of a run that failed, if a request can continue from there."""
         request, run = work.request, work.run
         # Tokens that were computed have no scores, so a request that scores its prompt must compute them again.
-        # A tile is computed whole.
+        # A tile may have been computed in several batches, of which one failed.
         is_part = run.tile is not None and 0 < n < len(run.tokens)
         if not 0 <= n <= len(run.tokens) or is_part or (n and not request.is_scored):
             self._invalidate(request)
@@ -556,9 +530,10 @@ class Scheduler:
         self.cache.append(run.seq, run.tokens[:n])
         if self.cache.length(run.seq) != len(request.tokens):
             return
-        # The last token's logits were never sampled from, so it is computed again.
-        if self.cache.settings.can_trim and len(request.tokens) > 1:
-            self.cache.truncate(run.seq, len(request.tokens) - 1)
+        # The last token's logits were never sampled from, so it is computed again, and its tile with it.
+        n_kept = len(request.tokens) - 1 if run.tile is None else run.tile.start
+        if self.cache.settings.can_trim and n_kept:
+            self.cache.truncate(run.seq, n_kept)
         else:
             self._invalidate(request)
 
@@ -566,11 +541,16 @@ class Scheduler:
         self.cache.invalidate(request.slot)
         request.is_invalidated = True
 
-    def _turns_for(self, info: ModelInfo) -> AdapterTurns | PromptTurns | RunTurns | None:
+    def _turns_for(self, info: ModelInfo) -> AdapterTurns | Turns | None:
         """Return the turns that requests take where a step may not have all of them."""
-        new_turns = partial(self._turns_of_lengths, info)
+        new_turns = partial(self._turns_of_kinds, info)
         turn_s = min(_MIN_TURN * info.adapter_switch_ms / 1e3, _MAX_TURN_S)
         return AdapterTurns(turn_s, new_turns) if info.adapters else new_turns()
+
+    def _turns_of_kinds(self, info: ModelInfo) -> Turns | None:
+        """Return the turns that requests with the same adapters take, tiles and text apart."""
+        turns = self._turns_of_lengths(info)
+        return ImageTurns(turns) if info.projector is not None else turns
 
     def _turns_of_lengths(self, info: ModelInfo) -> PromptTurns | RunTurns | None:
         """Return the turns that requests take where a step may not have runs of any lengths."""

@@ -18,6 +18,7 @@ import numpy as np
 from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import Backend, Decoded, Draws, Run, Sampler, Status
 from llamaslot.base.generation.token_probs import TokenScore
+from llamaslot.base.images import Tile
 from llamaslot.base.kv_ops import (
     Copy,
     Free,
@@ -61,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The requests whose tokens one step may compute, as chosen in `step_planner.py`."""
+    """The requests whose tokens one step may compute, as chosen in `turns.py`."""
 
     requests: Sequence[Request] = ()
     long_runs: tuple[Request, ...] = ()
@@ -70,8 +71,8 @@ class Turn:
     """
     is_forced: bool = False
     """True if the run of several tokens belongs to a decoding request, whose constraint forced them."""
-    is_image: bool = False
-    """True if the step computes a tile of the only request."""
+    tile: Tile | None = None
+    """`ImageTurns` only: the tile of the only request that the step computes."""
     n_waiting: int = 0
     """Number of decoding requests that are not in this step and wait for its end."""
     waiting_since: float | None = None

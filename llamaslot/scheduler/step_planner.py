@@ -3,27 +3,19 @@
 Running requests are in the order of `by_share` (`admission.py`): the oldest of each client, then the second oldest
 ones, and so on. Cells go to the first of them first.
 
-Where llama.cpp should not compute runs of different lengths together, requests take turns before the plan:
-
-    PromptTurns    all decoding requests, or one prompt: in a partitioned pool
-    RunTurns       single tokens of any number of requests, or a longer run of one: for models with both sliding
-                   windows and recurrent states
-    AdapterTurns   requests with the same LoRA adapters, and of these the ones whose turn it is
-
-`next` returns the requests for the next step. Only `commit` changes state, so a plan that is not executed takes no
-turn.
+`turns.py` chooses the requests that a step may have, where that may not be all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import Run
+from llamaslot.base.images import Tile
 from llamaslot.base.model import ModelInfo
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.admission import Admission
@@ -33,175 +25,10 @@ from llamaslot.scheduler.padding import DummyRows, Padding
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, StepResult, Turn, Work
 
-MAX_STEPS_OVERTAKEN = 3
-"""Most steps of other prompts before one of the first prompt, which so gets a quarter, as in a unified pool."""
 FIRST_PROMPT_FRACTION = 0.25
 """Fraction of a step's prompt tokens that goes to the first prompt."""
 MAX_CELLS_AHEAD = 32
 """Most idle cells evicted at once for extra steps: more evict prefixes too early, fewer need more plans."""
-
-
-class PromptTurns:
-    """Turns of prompts in a partitioned pool: a step computes decodes, or a single prompt.
-
-    llama.cpp computes tokens of several slots together only if each slot has equally many (fact 3). So two prompts
-    in one step would be computed in small pieces, and a prompt beside decodes would take as long as two steps. A
-    prompt therefore has a step of its own, and goes first as long as the decodes still get their next tokens within
-    the gap (`ChunkSizer.limit`): a short prompt gets its first token earlier, and the decodes' intervals stay the
-    same. Every fourth step of prompts is for the first one by share, the others for the one with the fewest tokens
-    left.
-    """
-
-    def __init__(self, chunks: ChunkSizer) -> None:
-        self._chunks = chunks
-        self._n_overtaken = 0
-        """Number of steps of other prompts since the first prompt's last step."""
-        self._waiting_since: float | None = None
-        """When the first step of prompts since the decodes' last step was planned; None if there was none."""
-
-    def next(self, pending: Mapping[Request, int], now: float) -> Turn:
-        """Return the turn of the next step.
-
-        `pending` has the number of tokens that each request which may run has to compute, in order of their share.
-        """
-        # The last token of a prompt without a reply has the length of a decode, so it takes no step of its own.
-        decodes = [request for request, n in pending.items() if n == 1 or request.is_decoding(n)]
-        prompts = [request for request in pending if request not in decodes]
-        waited_s = None if self._waiting_since is None else now - self._waiting_since
-        if not prompts:
-            return Turn(decodes, waited_s=waited_s)
-        first = prompts[0]
-        chosen = first if self._n_overtaken == MAX_STEPS_OVERTAKEN else min(prompts, key=pending.__getitem__)
-        if waited_s is not None and not self._can_wait(decodes, waited_s, pending[chosen]):
-            return Turn(decodes, waited_s=waited_s)
-        since = now if self._waiting_since is None else self._waiting_since
-        n_overtaken = 0 if chosen is first else self._n_overtaken + 1
-        return Turn(
-            [chosen], n_waiting=len(decodes), waiting_since=since, waited_s=waited_s, n_overtaken=n_overtaken
-        )
-
-    def _can_wait(self, decodes: Sequence[Request], waited_s: float, n_prompt: int) -> bool:
-        """True if the gap leaves time for a query block of the prompt, or for all that the prompt has left."""
-        # A prompt that is cached whole counts as decoding, but its user still waits for the first token.
-        if any(not request.n_generated for request in decodes):
-            return False
-        limit = self._chunks.limit(0, n_waiting=len(decodes), waited_s=waited_s)
-        return limit >= min(n_prompt, self._chunks.block(0))
-
-    def commit(self, turn: Turn) -> None:
-        """Record that a step with this turn was carried out."""
-        self._waiting_since = turn.waiting_since if turn.n_waiting else None
-        if turn.n_overtaken is not None:
-            self._n_overtaken = turn.n_overtaken
-
-
-class RunTurns:
-    """Turns for models with both sliding windows and recurrent states, where all runs of a step must have the same
-    length (fact 33).
-
-    1. A step computes either one token each of any number of requests, or a longer run of a single request: a chunk
-       of a prompt, or what a constraint forced after a sampled token. Both kinds of steps alternate.
-    2. Longer runs of decodes and of prompts alternate as well, so that a decode does not wait for all prompts, nor
-       a prompt for all decodes.
-    3. Otherwise the request that has waited longest gets the longer run.
-    """
-
-    def __init__(self) -> None:
-        self._last_had_long_run = False
-        """True if the last step had a longer run."""
-        self._last_was_forced = False
-        """True if the last longer run belonged to a decoding request."""
-        self._last: Request | None = None
-        """The request that had the last longer run. Others that waited then have a `place`."""
-
-    def next(self, pending: Mapping[Request, int], now: float) -> Turn:
-        """Return the turn of the next step, as `PromptTurns` does."""
-        single = [request for request, n in pending.items() if n == 1]
-        longer = [request for request, n in pending.items() if n > 1]
-        forced = [request for request in longer if request.is_decoding(pending[request])]
-        if not longer or (single and self._last_had_long_run):
-            return Turn(single, n_waiting=len(forced))
-        # New requests come after those that wait already: otherwise a stream of short prompts would overtake a long
-        # one forever. The last request served has waited least, so it comes after the new ones.
-        longer.sort(key=lambda each: (each is self._last, each.place))
-        chosen = next((each for each in longer if (each in forced) != self._last_was_forced), longer[0])
-        longer.remove(chosen)
-        is_forced = chosen in forced
-        n_waiting = len(single) + len(forced) - is_forced
-        return Turn([chosen], (chosen, *longer), is_forced, n_waiting=n_waiting)
-
-    def commit(self, turn: Turn) -> None:
-        """Record that a step with this turn was carried out."""
-        self._last_had_long_run = bool(turn.long_runs)
-        if turn.long_runs:
-            self._last_was_forced = turn.is_forced
-            self._last, *others = turn.long_runs
-            self._last.place = math.inf
-            for place, request in enumerate(others):
-                request.place = place
-
-
-class AdapterTurns:
-    """Turns of requests with different LoRA adapters: llama.cpp applies adapters to a whole step.
-
-    1. A change of adapters takes time (fact 42). So those of a step keep their turn for `min_s` seconds, as long as
-       they have something to compute.
-    2. Then it is the turn of those that have waited longest. New ones come after those that wait already, as in
-       `RunTurns`.
-    3. Among the requests with these adapters, the turns that `new_turns` makes say which may be in the step. Each
-       set of adapters has its own, since they remember how long its decodes have waited.
-
-    Decodes with other adapters wait meanwhile, so a prompt may take no more than their gap in one step.
-    """
-
-    def __init__(self, min_s: float, new_turns: Callable[[], PromptTurns | RunTurns | None]) -> None:
-        self._min_s = min_s
-        self._new_turns = new_turns
-        self._turns: dict[Adapters, PromptTurns | RunTurns | None] = {}
-        """By adapters, in the order of their turns; those of the last step at the end."""
-        self._last: Adapters = ()
-        """Adapters of the last step."""
-        self._since = 0.0
-        """When their turn began."""
-
-    def next(self, pending: Mapping[Request, int], now: float) -> Turn:
-        """Return the turn of the next step, as `PromptTurns` does."""
-        groups: dict[Adapters, dict[Request, int]] = {}
-        for request, n in pending.items():
-            groups.setdefault(request.params.adapters, {})[request] = n
-        if not groups:
-            return Turn()
-        waiting = [each for each in self._turns if each in groups and each != self._last]
-        waiting += [each for each in groups if each not in self._turns and each != self._last]
-        keeps = self._last in groups and (not waiting or now - self._since < self._min_s)
-        chosen = self._last if keeps else waiting.pop(0)
-        if not keeps and self._last in groups:
-            waiting.append(self._last)
-        own, turns = groups[chosen], self._turns.get(chosen) or self._new_turns()
-        turn = turns.next(own, now) if turns is not None else Turn([*own])
-        others = [each for adapters in waiting for each in groups[adapters].items()]
-        since = self._since if keeps else now
-        return replace(
-            turn,
-            order=(*waiting, chosen),
-            changes_adapters=chosen != self._last,
-            since=since,
-            until=since + self._min_s if waiting else None,
-            n_others=len(others),
-            n_apart=sum(request.is_decoding(n) for request, n in others),
-            # Without own decodes that wait, it is the first step of prompts for the others.
-            waited_s=turn.waited_s if turn.n_waiting else None,
-        )
-
-    def commit(self, turn: Turn) -> None:
-        """Record that a step with this turn was carried out."""
-        if not turn.order:
-            return
-        self._turns = {each: self._turns.get(each) or self._new_turns() for each in turn.order}
-        self._last, self._since = turn.order[-1], turn.since
-        turns = self._turns[self._last]
-        if turns is not None:
-            turns.commit(turn)
 
 
 @dataclass(slots=True)
@@ -218,6 +45,8 @@ class _Grant:
     is_decoding: bool
     n: int = 0
     """Of these, the tokens that this step computes if it gets cells for them."""
+    tile: Tile | None = None
+    """The tile that these are, which needs cells for all of them."""
 
 
 class StepPlanner:
@@ -273,7 +102,7 @@ class StepPlanner:
         #    goes to the first prompt, so that this always progresses, and the rest to those with the fewest tokens
         #    left (shortest remaining first), to minimise TTFT. Tokens that a constraint forced after a sampled one
         #    count as prompt tokens, but a decoding request is never the first prompt.
-        grants = self._grant(requests, turn) if not turn.is_image else list(map(self._grant_tile, requests))
+        grants = self._grant(requests, turn) if turn.tile is None else self._grant_tile(requests, turn.tile)
         # 2. If free cells do not suffice, idle ones are evicted, then the last running request is preempted.
         work, preempted = self._take_cells(grants, running, now)
         # 3. Drafted tokens get what is left of the step and of the cells.
@@ -284,7 +113,7 @@ class StepPlanner:
         plan = StepPlan(work=work, preempted=preempted, turn=turn)
         # 4. Padding may make the step faster (`padding.py`). Not if a request has more tokens than the step
         #    computes, because step 1 has filled it with those.
-        if work and may_pad and all(each.n == each.n_due for each in grants):
+        if work and may_pad and turn.tile is None and all(each.n == each.n_due for each in grants):
             plan.padding = self._pad_unified(plan) if self._cache.settings.unified else self._pad_parts(work)
         # 5. If all requests decode, the following steps may need no decision.
         if work and may_repeat and len(work) == len(requests):
@@ -293,7 +122,7 @@ class StepPlanner:
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn the costs of prompt tokens, decodes and dummy rows from a step that was computed."""
-        if plan.turn.is_image:
+        if plan.turn.tile is not None:
             # The projector's time says nothing of other steps.
             return
         seconds = result.seconds
@@ -351,13 +180,14 @@ class StepPlanner:
             self._divide(grants, limit)
         return grants
 
-    def _grant_tile(self, request: Request) -> _Grant:
-        """Return the whole tile that a request has to compute next."""
-        length = self._cache.length(request.slot)
-        found = request.tiles.at(length)
-        assert found is not None
-        n = found[1].end - length
-        return _Grant(request, len(request.tokens) - length, n, n, is_decoding=False, n=n)
+    @staticmethod
+    def _grant_tile(requests: Sequence[Request], tile: Tile) -> list[_Grant]:
+        """Return the grant of a whole tile to its request, unless that stopped for a checkpoint."""
+        n = tile.end - tile.start
+        return [
+            _Grant(each, len(each.tokens) - tile.start, n, n, is_decoding=False, n=n, tile=tile)
+            for each in requests
+        ]
 
     @staticmethod
     def _divide(grants: Sequence[_Grant], n_left: int) -> None:
@@ -385,7 +215,7 @@ class StepPlanner:
         for grant in grants:
             request, n = grant.request, grant.n
             if self._cache.settings.unified:
-                n_least = n if request.tiles.at(self._cache.length(request.slot)) else 1
+                n_least = n if grant.tile is not None else 1
                 while n and request in left:
                     free = self._cache.free_cells(n_taken + n, n_least=n_taken + n_least) - n_taken
                     if free >= n_least:
@@ -395,16 +225,16 @@ class StepPlanner:
                     self._admission.preempt(last, now)
                     preempted.append(last)
             if n and request in left:
-                work.append(self._work(request, n, work, is_last=n == grant.n_pending))
+                work.append(self._work(grant, n, work))
                 n_taken += n
         return work, preempted
 
-    def _work(self, request: Request, n: int, before: Sequence[Work], *, is_last: bool) -> Work:
-        start = self._cache.length(request.slot)
-        n_outputs = int(is_last and request.has_output)
-        image, tile = request.tiles.at(start) or (None, None)
+    def _work(self, grant: _Grant, n: int, before: Sequence[Work]) -> Work:
+        """Return the work of the first `n` tokens of a grant; that `before` is in the same step."""
+        request, start = grant.request, self._cache.length(grant.request.slot)
+        n_outputs = int(n == grant.n_pending and request.has_output)
         targets = request.targets(start, n)
-        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, targets, image, tile)
+        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, targets, grant.tile)
         if not n_outputs or not request.wants_tokens or request.sampler is not None:
             return Work(request, run)
         served = [other for each in before for other in each.siblings]

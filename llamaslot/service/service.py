@@ -229,8 +229,8 @@ class Service:
             raise prepared.error.exception()
         live.prompts, live.options = prepared.prompts, prepared.options
         live.texts, live.echoes = prepared.texts, prepared.echoes
-        n_images = sum(len(image.data) for each in live.prompts for image in each.prompt.images)
-        live.charge(live.options.n_bytes + sum(map(len, (*live.texts, *live.echoes))) + n_images)
+        n_image_bytes = sum(len(image.data) for each in live.prompts for image in each.prompt.images)
+        live.charge(live.options.n_bytes + sum(map(len, (*live.texts, *live.echoes))) + n_image_bytes)
         # Its body may name another client.
         live.reserve(
             sum(each.params.n for each in live.prompts) if job.purpose == "run" and not live.is_batch else 1,

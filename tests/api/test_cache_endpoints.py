@@ -343,7 +343,7 @@ def made(
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
     context = RequestContext("request", key_secret=key_secret)
-    prompts = prompts_of(body, info.n_vocab, 10, RequestImages(ImageReader(None), {}))
+    prompts = prompts_of(body, info.n_vocab, 10, RequestImages(ImageReader(None), {}, ""))
     read = text_requests(body, prompts, context, SETTINGS, info, tokens_of=lambda _: ())
     return tuple(each.params for each in read)
 

@@ -140,11 +140,11 @@ async def test_random_texts_failures_and_cancels_end_once_each_with_the_right_ve
     backend = loaded(bert, n_slots=chance.randint(1, 6), n_ubatch=n_ubatch)
     compute = backend._compute
 
-    def fails_sometimes(runs: Sequence[Run], *, embeds: bool = False) -> Status:
+    def fails_sometimes(runs: Sequence[Run], *others: Any, **options: Any) -> Status:
         if chance.random() < 0.9:
-            return compute(runs, embeds=embeds)
+            return compute(runs, *others, **options)
         with failing(backend, chance.randint(1, 20)):
-            return compute(runs, embeds=embeds)
+            return compute(runs, *others, **options)
 
     letters = [token[-1] for token in TINY_TOKENS[SEP + 2 : SEP + 20]]
     prompts = {str(i): "".join(chance.choices(letters, k=chance.randint(0, TINY_CONTEXT - 2))) for i in range(60)}

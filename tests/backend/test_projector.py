@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import llama_cpp
-import msgspec
 import numpy as np
 import pytest
 from llama_cpp import mtmd_cpp
@@ -31,7 +30,7 @@ from llamaslot.base.backend import Run, Status
 from llamaslot.base.errors import ConfigError, InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.image_files import MAX_PIXELS
-from llamaslot.base.images import ImageSize, PromptImage
+from llamaslot.base.images import ImageSize, PromptImage, Tile
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Load, Remove, Restore, Save, Take
 from llamaslot.base.model import StateKind
 from tests.backend.test_models import failing, logits
@@ -146,22 +145,19 @@ def of_llama_server(settings: LlamaSettings, data: bytes) -> np.ndarray:
     return found
 
 
-def steps(ids: Sequence[int], image: PromptImage, start: int, seq: int, chunk: int = 128) -> Iterator[Run]:
-    """The steps that compute a prompt from a position on: text, or tokens of a tile; the last has logits."""
-    bounds = sorted({0, len(ids), *(end for tile in image.tiles for end in (tile.start, tile.end))})
-    for first, end in itertools.pairwise(bounds):
-        tile = next((each for each in image.tiles if each.start == first), None)
-        for at in range(max(first, start), end, chunk):
-            tokens = np.array(ids[at : min(at + chunk, end)], dtype=np.int32)
-            of_tile = {"image": image, "tile": tile} if tile is not None else {}
-            yield Run(seq, at, tokens, n_outputs=at + len(tokens) == len(ids), **of_tile)
+def steps(ids: Sequence[int], image: PromptImage, start: int, seq: int) -> Iterator[Run]:
+    """The steps that compute a prompt from a position on: text, or a tile; the last has logits."""
+    tiles = {first: Tile(image, i) for i, (first, _) in enumerate(image.tiles)}
+    for first, end in itertools.pairwise(sorted({0, len(ids), *itertools.chain(*image.tiles)})):
+        at = max(first, start)
+        if at < end:
+            tokens = np.array(ids[at:end], dtype=np.int32)
+            yield Run(seq, at, tokens, n_outputs=end == len(ids), tile=tiles.get(first))
 
 
-def compute(
-    backend: LlamaBackend, ids: Sequence[int], image: PromptImage, *, seq: int = 0, chunk: int = 128
-) -> np.ndarray:
+def compute(backend: LlamaBackend, ids: Sequence[int], image: PromptImage, *, seq: int = 0) -> np.ndarray:
     """Compute what a sequence lacks of a prompt, and return the last logits."""
-    for run in steps(ids, image, backend.seq_len(seq), seq, chunk):
+    for run in steps(ids, image, backend.seq_len(seq), seq):
         decoded = backend.decode([run])
         assert decoded.status is Status.OK
         assert decoded.sent == {seq: (run.start, len(run.tokens))}
@@ -176,9 +172,8 @@ def assert_same(found: np.ndarray, expected: np.ndarray, tolerance: float = 5e-3
 def test_a_prompt_gives_what_llama_server_computes(case: Case, backend: LlamaBackend) -> None:
     ids, image = case.prompt(backend)
     assert backend.info.projector is not None
-    assert backend.info.projector.is_whole == (
-        "gemma3" in case.settings.mmproj.read_bytes()[:1000].decode("latin1")
-    )
+    is_gemma = "gemma3" in case.settings.mmproj.read_bytes()[:1000].decode("latin1")
+    assert backend.info.projector.max_tile == 128 * (is_gemma or backend.info.state.n_swa > 0)
     assert_same(compute(backend, ids, image), case.expected, 1e-3)
     assert backend.stats.n_tiles_encoded == len(image.tiles)
     other = picture(2, case.size.width, case.size.height)
@@ -186,22 +181,46 @@ def test_a_prompt_gives_what_llama_server_computes(case: Case, backend: LlamaBac
     assert np.abs(different - case.expected).max() > 0.02, "the image changes nothing"
 
 
-def test_a_tile_may_take_several_steps(case: Case, backend: LlamaBackend) -> None:
-    ids, image = case.prompt(backend)
+def test_a_long_tile_takes_several_batches(case: Case) -> None:
+    backend = LlamaBackend(replace(case.settings, n_ubatch=12))
     assert backend.info.projector is not None
-    if backend.info.projector.is_whole:
-        for run in steps(ids, image, 0, 0, chunk=12):
-            if run.tile is None:
-                backend.decode([run])
-                continue
-            with pytest.raises(IllegalCallError, match="whole"):
-                backend.decode([run])
-            return
-    for chunk in (5, 12):
-        backend.change(Remove(0, 0))
-        assert_same(compute(backend, ids, image, chunk=chunk), case.expected)
-        # Each was encoded once, and what was kept of them is used again.
+    if backend.info.projector.max_tile:
+        with pytest.raises(InvalidRequestError, match="--ubatch-size"):
+            backend.image_layout(case.size)
+    else:
+        ids, image = case.prompt(backend)
+        for run in steps(ids, image, 0, 0):
+            # Text is computed in chunks that fit; a tile as it is.
+            parts = range(0, len(run.tokens), 12) if run.tile is None else [0]
+            for at in parts:
+                tokens = run.tokens[at : at + 12] if run.tile is None else run.tokens
+                is_last = run.n_outputs and at + len(tokens) == len(run.tokens)
+                assert backend.decode([replace(run, start=run.start + at, tokens=tokens, n_outputs=is_last)])
+        assert max(end - start for start, end in image.tiles) > 12
+        assert_same(logits(backend, len(tokens) - 1), case.expected)
         assert backend.stats.n_tiles_encoded == len(image.tiles)
+    backend.close()
+
+
+def test_a_tile_is_computed_whole_and_alone(case: Case, backend: LlamaBackend) -> None:
+    ids, image = case.prompt(backend)
+    run = next(run for run in steps(ids, image, 0, 0) if run.tile is not None)
+    compute(backend, ids[: run.start], PromptImage(b"", b"", ()))
+    longer = np.concatenate([run.tokens, run.tokens[:1]])
+    for wrong in (
+        [replace(run, tokens=run.tokens[:-1])],
+        [replace(run, tokens=longer)],
+        [replace(run, tokens=np.abs(run.tokens))],
+        [replace(run, n_outputs=2)],
+        [run, Run(1, 0, np.array([300], dtype=np.int32), 1)],
+        [replace(run, tile=Tile(image, len(image.tiles)))],
+        [replace(run, tile=Tile(image, -1))],
+        [replace(run, tile=None)],
+    ):
+        with pytest.raises(IllegalCallError, match=r"tile|vocabulary"):
+            backend.decode(wrong)
+    assert backend.seq_len(0) == run.start
+    assert_same(compute(backend, ids, image), case.expected)
 
 
 def test_tokens_attend_to_earlier_ones_alone_after_an_image(case: Case, backend: LlamaBackend) -> None:
@@ -229,7 +248,7 @@ def test_tokens_attend_to_earlier_ones_alone_after_an_image(case: Case, backend:
 
 def test_kv_of_images_is_copied_saved_and_loaded(case: Case, backend: LlamaBackend) -> None:
     ids, image = case.prompt(backend)
-    n = image.tiles[-1].end
+    n = image.tiles[-1][1]
     for run in steps(ids[:n], image, 0, 0):
         backend.decode([replace(run, n_outputs=0)])
     has_states = backend.info.state.kind is not StateKind.NONE
@@ -256,17 +275,14 @@ def test_a_sequence_is_cut_back_to_the_start_of_a_tile(case: Case, backend: Llam
         pytest.skip("a model with partial states")
     ids, image = case.prompt(backend)
     compute(backend, ids, image)
-    for tile in image.tiles[::-1]:
-        backend.change(Remove(0, tile.start))
+    for start, _ in image.tiles[::-1]:
+        backend.change(Remove(0, start))
         assert_same(compute(backend, ids, image), case.expected)
 
 
 def test_two_images_are_computed_in_turn(case: Case, backend: LlamaBackend) -> None:
-    """Requests that take turns step by step; of both tiles the embeddings are kept."""
     prompts = [case.prompt(backend, picture(i, case.size.width, case.size.height)) for i in (1, 3)]
-    assert backend.info.projector is not None
-    chunk = 128 if backend.info.projector.is_whole else 20
-    runs = [steps(*prompt, 0, seq, chunk) for seq, prompt in enumerate(prompts)]
+    runs = [steps(*prompt, 0, seq) for seq, prompt in enumerate(prompts)]
     for both in zip(*runs, strict=True):
         for run in both:
             assert backend.decode([run]).status is Status.OK
@@ -294,18 +310,15 @@ def test_an_image_that_cannot_be_decoded_fails_alone(case: Case, backend: LlamaB
 def test_tiles_must_be_those_of_the_image(case: Case, backend: LlamaBackend) -> None:
     """Nothing of another size is read from where the embeddings are."""
     ids, image = case.prompt(backend)
-    first = image.tiles[0]
-    compute(backend, ids[: first.start], PromptImage(b"", b""))
-    change = msgspec.structs.replace
-    longer, another = change(first, end=first.end + 1), change(first, number=99)
-    for tile in (longer, another):
+    start, end = image.tiles[0]
+    compute(backend, ids[:start], PromptImage(b"", b"", ()))
+    longer, another = ((start, end + 1),), ((start, end),) * 99
+    for spans in (longer, another):
+        tile = Tile(PromptImage(image.data, image.digest, spans), len(spans) - 1)
         tokens = np.full(tile.end - tile.start, -5, dtype=np.int32)
-        wrong = PromptImage(image.data, image.digest, (tile,))
         with pytest.raises(IllegalCallError, match="tile"):
-            backend.decode([Run(0, tile.start, tokens, 0, image=wrong, tile=tile)])
-    with pytest.raises(IllegalCallError, match="outside of the vocabulary"):
-        backend.decode([Run(0, first.start, np.array([-5], dtype=np.int32), 1)])
-    assert backend.seq_len(0) == first.start
+            backend.decode([Run(0, start, tokens, 0, tile=tile)])
+    assert backend.seq_len(0) == start
 
 
 def test_samplers_do_not_see_tokens_of_images(case: Case, backend: LlamaBackend) -> None:
@@ -387,8 +400,8 @@ def test_token_limits_reach_libmtmd(models: dict[str, Path], tmp_path: Path) -> 
     found = []
     for limits in ({}, {"image_min_tokens": 100, "image_max_tokens": 100}, {"image_max_tokens": 70}):
         backend = LlamaBackend(LlamaSettings(models["tiny-lfm2"], mmproj=path, **SETTINGS, **limits))
-        tiles = [run for run in backend.image_layout(ImageSize(20, 20)).runs if isinstance(run, int)]
-        tiles += [run for run in backend.image_layout(ImageSize(1000, 1000)).runs if isinstance(run, int)][-1:]
+        tiles = [run for run in backend.image_layout(ImageSize(20, 20)).pieces if isinstance(run, int)]
+        tiles += [run for run in backend.image_layout(ImageSize(1000, 1000)).pieces if isinstance(run, int)][-1:]
         found.append(tiles)
         backend.close()
     assert found == [[64, 256], [100, 100], [64, 64]]
@@ -418,14 +431,14 @@ def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: s
                 backend.image_layout(ImageSize(width, height))
             continue
         layout = backend.image_layout(ImageSize(width, height))
-        assert all(run > 0 if isinstance(run, int) else min(run) >= 0 for run in layout.runs)
+        assert all(piece > 0 if isinstance(piece, int) else min(piece) >= 0 for piece in layout.pieces)
     assert backend._projector is not None
     for size in (ImageSize(1, 200), ImageSize(200, 1), ImageSize(3, 600), ImageSize(1, 1)):
         _, image = placed(picture(1, size.width, size.height), backend.image_layout(size), 0)
-        for number, tile in enumerate(image.tiles):
-            found = backend._projector.encode(image, number)
+        for number, (start, end) in enumerate(image.tiles):
+            found = backend._projector.encode(Tile(image, number))
             assert found is not None
-            assert len(found) == tile.end - tile.start
+            assert len(found) == end - start
     backend.close()
 
 
@@ -460,7 +473,6 @@ def test_what_does_not_belong_together_is_refused(tiny: Path, tmp_path: Path) ->
     fitting = write_projector(tmp_path / "fitting.gguf", "mlp")
     mrope = rewritten(plain, tmp_path / "mrope.gguf", "qwen2vl", values={"rope.dimension_sections": [8, 12, 12, 0]})
     assert "M-RoPE" in refusal(mrope, fitting)
-    assert "--embeddings" in refusal(plain, fitting, embeds=True, pooling="last")
     assert "not a projector" in refusal(plain, plain)
     assert "there is no file" in refusal(plain, tmp_path / "none.gguf")
 
@@ -538,7 +550,7 @@ def test_a_prompt_may_end_with_an_image(case: Case) -> None:
     for on_device in (False, True):
         backend = LlamaBackend(replace(case.settings, backend_sampling=on_device, checkpoints=False))
         ids, image = case.prompt(backend)
-        n = image.tiles[-1].end
+        n = image.tiles[-1][1]
         *before, last = steps(ids[:n], image, 0, 0)
         for run in before:
             backend.decode([run])

@@ -72,7 +72,7 @@ class Picture:
 def pictures_of(backend: Backend) -> list[Picture]:
     """The tiles of two images."""
     size = ImageSize(100, 40)
-    n_tokens = [run for run in backend.image_layout(size).runs if isinstance(run, int)]
+    n_tokens = [piece for piece in backend.image_layout(size).pieces if isinstance(piece, int)]
     return [
         Picture(data, data[-16:], number, tile_ids(data[-16:], number, n).tolist())
         for data in (picture(i, size.width, size.height) + bytes([i]) * 16 for i in (1, 2))
@@ -81,19 +81,20 @@ def pictures_of(backend: Backend) -> list[Picture]:
 
 
 def runs_of(pictures: Sequence[Picture], seq: int, start: int, held: Sequence[int], output: bool) -> Iterator[Run]:
-    """The steps that compute tokens, in which a tile may be cut at its end; the last has logits."""
+    """The steps that compute tokens; with `output` the last has logits."""
     at = 0
     while at < len(held):
         picture = next((each for each in pictures if each.ids[0] == held[at]), None)
         if picture is None:
             n = next((i for i, token in enumerate(held[at : at + N_UBATCH]) if token < 0), N_UBATCH)
-            tokens, of_tile = held[at : at + n], {}
+            tokens, tile = held[at : at + n], None
         else:
-            tokens = held[at : at + common(held[at:], picture.ids)]
-            tile = Tile(start + at, start + at + len(picture.ids), picture.number)
-            of_tile = {"image": PromptImage(picture.data, picture.digest, (tile,)), "tile": tile}
+            tokens = held[at : at + len(picture.ids)]
+            # Its place among the tiles of its image stays, though the others are not in this prompt.
+            spans = ((0, 0),) * picture.number + ((start + at, start + at + len(tokens)),)
+            tile = Tile(PromptImage(picture.data, picture.digest, spans), picture.number)
         is_last = at + len(tokens) == len(held)
-        yield Run(seq, start + at, np.array(tokens, dtype=np.int32), output and is_last, **of_tile)
+        yield Run(seq, start + at, np.array(tokens, dtype=np.int32), output and is_last, tile=tile)
         at += len(tokens)
 
 
@@ -108,8 +109,6 @@ class SequencesMachine(RuleBasedStateMachine):
     """False if each sequence has `N_CTX` cells of its own."""
     pictures: Sequence[Picture] = ()
     """Tiles of images that the model takes."""
-    is_whole = False
-    """True if their tokens attend to each other, so that no sequence ends within one."""
 
     def new_backend(self) -> Backend:
         raise NotImplementedError
@@ -172,30 +171,24 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pictures)
     @rule(seq=seqs, place=st.integers(0, 99), n_first=st.integers(1, 8), output=st.booleans())
     def decode_a_tile(self, seq: int, place: int, n_first: int, output: bool) -> None:
-        """Compute a tile of an image, in two steps if it need not be computed whole."""
+        """Compute a tile of an image; a part of it is refused."""
         picture = self.pictures[place % len(self.pictures)]
         start, ids = len(self.oracle[seq]), picture.ids
         if seq not in self.live or (self.unified and self.cells_used + len(ids) > N_CTX):
             return
         (run,) = runs_of(self.pictures, seq, start, ids, output)
-        first, rest = replace(run, tokens=run.tokens[:n_first]), replace(run, tokens=run.tokens[n_first:])
-        rest = replace(rest, start=start + n_first)
         self.refused(lambda: self.backend.decode([replace(run, tile=None)]))
-        self.refused(lambda: self.backend.decode([rest]))
-        if self.is_whole and n_first < len(ids):
-            self.refused(lambda: self.backend.decode([first]))
-        parts = [run] if self.is_whole or n_first >= len(ids) else [replace(first, n_outputs=0), rest]
-        for part in parts:
-            decoded = self.backend.decode([part])
-            assert decoded.status is Status.OK
-            assert decoded.sent == {seq: (part.start, len(part.tokens))}
+        self.refused(lambda: self.backend.decode([replace(run, tokens=run.tokens[: -min(n_first, len(ids))])]))
+        decoded = self.backend.decode([run])
+        assert decoded.status is Status.OK
+        assert decoded.sent == {seq: (start, len(ids))}
         self.extend(seq, ids)
         if output:
             self.check_answers([seq])
 
     def bounded(self, history: Sequence[int], n: int) -> int:
         """Return `n`, or where the tile begins that it would cut."""
-        tiles = (run.tile for run in runs_of(self.pictures, 0, 0, history, output=False) if self.is_whole)
+        tiles = (run.tile for run in runs_of(self.pictures, 0, 0, history, output=False))
         return next((tile.start for tile in tiles if tile is not None and tile.start < n < tile.end), n)
 
     @rule(seq=seqs, run=tokens, n_right=st.integers(0, 7), wrong=tokens)
@@ -687,7 +680,6 @@ def test_fake_backend(kind: StateKind) -> None:
 def test_fake_backend_with_images(kind: StateKind, projector: bool | Literal["whole"]) -> None:
     class Machine(FakeMachine):
         n_swa = WINDOW
-        is_whole = projector == "whole"
         pictures = pictures_of(FakeBackend(projector=projector))
 
         def new_backend(self) -> FakeBackend:
@@ -822,7 +814,7 @@ def test_llama_backend_with_images(shape: str, of_projector: Kind, tmp_path: Pat
 
     class LlamaMachine(SequencesMachine):
         kind, n_swa, n_rollback = state.kind, state.n_swa, state.n_rollback
-        pictures, is_whole = tiles, of_projector == "gemma3"
+        pictures = tiles
         backend: LlamaBackend
 
         def new_backend(self) -> LlamaBackend:

@@ -195,11 +195,11 @@ def test_a_step_of_two_batches_may_fail_in_either(
         backend.change(Take(1, 0, 50))
     compute = backend._compute
 
-    def failing_once(runs: Sequence[Run], *, embeds: bool = False) -> Status:
+    def failing_once(runs: Sequence[Run], *others: Any, embeds: bool) -> Status:
         if embeds != fails_last:
-            return compute(runs, embeds=embeds)
+            return compute(runs, *others, embeds=embeds)
         with failing(backend):
-            return compute(runs, embeds=embeds)
+            return compute(runs, *others, embeds=embeds)
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_compute", failing_once)

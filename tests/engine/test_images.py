@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished
-from llamaslot.base.images import ImageLayout, ImageSize, PromptImage
+from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.model import StateKind
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import Harness, alone, running
@@ -34,7 +34,7 @@ BARE = 7
 def picture(i: int, size: ImageSize | None = None) -> ImagePart:
     """An image; those with higher numbers have more tiles, up to 3."""
     layout = FakeBackend(projector=True).image_layout(size or ImageSize(64 * (i % 3) + 1, i + 1))
-    return ImagePart(PromptImage(b"%d" % i, b"%d" % i * 16), ImageLayout((4,)) if i == BARE else layout)
+    return ImagePart(b"%d" % i, b"%d" % i * 16, ImageLayout((4,)) if i == BARE else layout)
 
 
 def parts_of(prompt: str) -> tuple[PromptPart, ...]:
@@ -52,7 +52,10 @@ def parts_of(prompt: str) -> tuple[PromptPart, ...]:
 
 def n_tiles(prompt: str) -> int:
     return sum(
-        isinstance(run, int) for each in parts_of(prompt) if isinstance(each, ImagePart) for run in each.layout.runs
+        isinstance(piece, int)
+        for each in parts_of(prompt)
+        if isinstance(each, ImagePart)
+        for piece in each.layout.pieces
     )
 
 
@@ -108,7 +111,7 @@ async def test_a_match_does_not_end_within_an_image() -> None:
     backend = FakeBackend(n_ctx=N_CTX, projector=True)
     async with running(backend) as engine:
         one, longer = picture(5, ImageSize(1, 5)), picture(5, ImageSize(1, 9))
-        (_, n_one, _), (_, n_longer, _) = one.layout.runs, longer.layout.runs
+        (_, n_one, _), (_, n_longer, _) = one.layout.pieces, longer.layout.pieces
         assert isinstance(n_one, int)
         assert isinstance(n_longer, int)
         assert n_one < n_longer
@@ -121,7 +124,7 @@ async def test_a_prompt_may_end_with_an_image() -> None:
     backend = FakeBackend(n_ctx=N_CTX, projector=True)
     async with running(backend) as engine:
         # Its last tokens are a delimiter. Without it, they are those of a tile.
-        bare = ImagePart(PromptImage(b"9", b"9" * 16), ImageLayout((4,)))
+        bare = ImagePart(b"9", b"9" * 16, ImageLayout((4,)))
         for name in "123":
             end = finished(await engine.submit(name, (TextPart("look: "), bare)))
             assert engine.text(name) == engine.text("1")
@@ -140,9 +143,9 @@ async def test_tiles_and_tokens_of_other_requests_take_turns() -> None:
         def planned(now: float) -> StepPlan:
             made = plan(now)
             if made.work:
-                steps.append((made.turn.is_image, len(scheduler.running)))
-                assert not made.turn.is_image or [each.run.tile is not None for each in made.work] == [True]
-                assert made.turn.is_image or all(each.run.tile is None for each in made.work)
+                steps.append((made.turn.tile is not None, len(scheduler.running)))
+                assert made.turn.tile is None or [each.run.tile for each in made.work] == [made.turn.tile]
+                assert made.turn.tile is not None or all(each.run.tile is None for each in made.work)
             return made
 
         scheduler.plan = planned

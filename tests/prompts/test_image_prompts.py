@@ -13,8 +13,8 @@ from PIL import Image
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import ImagePart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.images import ImageLayout, ImageSize, PromptImage, Tile, tile_ids
-from llamaslot.base.model import Projector
+from llamaslot.base.images import ImageLayout, ImageSize, tile_ids
+from llamaslot.base.model import ProjectorInfo
 from llamaslot.base.prompt_jobs import Locate, Located, NextTurn, Prepared, Release, Remember
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt, n_common, packed
@@ -48,10 +48,10 @@ DIGEST = bytes(range(32))
 
 
 def image(digest: bytes = DIGEST, *runs: tuple[int, ...] | int) -> ImagePart:
-    return ImagePart(PromptImage(b"file", digest), ImageLayout(runs or ((BEGIN,), 4, (BETWEEN,), 3, (END,))))
+    return ImagePart(b"file", digest, ImageLayout(runs or ((BEGIN,), 4, (BETWEEN,), 3, (END,))))
 
 
-def new_worker(n_ctx: int = 500, projector: Projector = PROJECTOR, **options: Any) -> LocalPrompts:
+def new_worker(n_ctx: int = 500, projector: ProjectorInfo = PROJECTOR, **options: Any) -> LocalPrompts:
     vocab = FakeVocab()
     info = vision_info(n_ctx_slot=n_ctx)
     info = msgspec.structs.replace(info, projector=projector)
@@ -82,7 +82,7 @@ def test_tiles_have_their_places_after_bos_and_all_text_before() -> None:
     prompt = tokenizer.tokenize_prompt(request).prompt
     expected = [BOS, *b"ab", BEGIN, *tile_ids(DIGEST, 0, 4), BETWEEN, *tile_ids(DIGEST, 1, 3), END, *b"c"]
     assert prompt.tokens.tolist() == [*expected, *tile_ids(other, 0, 2)]
-    assert [each.tiles for each in prompt.images] == [(Tile(4, 8, 0), Tile(9, 12, 1)), (Tile(14, 16, 0),)]
+    assert [each.tiles for each in prompt.images] == [((4, 8), (9, 12)), ((14, 16),)]
     assert {(each.data, each.digest) for each in prompt.images} == {(b"file", DIGEST), (b"file", other)}
 
 
@@ -289,7 +289,7 @@ async def test_a_warmed_prompt_ends_before_an_image_that_others_may_not_have(wor
     answer = await answered(worker, job)
     assert isinstance(answer, Prepared)
     prompt = answer.prompts[0].prompt
-    assert [tile.end <= prompt.n_tokens for each in prompt.images for tile in each.tiles] == [True, True]
+    assert [end <= prompt.n_tokens for each in prompt.images for _, end in each.tiles] == [True, True]
 
 
 async def test_choices_have_so_many_images_together(worker: LocalPrompts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,7 +316,7 @@ async def test_layouts_are_asked_for_once_for_each_size(worker: LocalPrompts) ->
     body = chat(part(RED), part(RED), part(BLUE))
     first = await worker.call(parse("chat", body))
     assert isinstance(first, Needs)
-    assert (sorted(first.layouts), first.may_compile) == ([ImageSize(4, 3), ImageSize(5, 2)], False)
+    assert (set(first.layouts), first.may_compile) == ({ImageSize(4, 3), ImageSize(5, 2)}, False)
     layouts = {size: layout_of(size) for size in first.layouts}
     assert isinstance(await worker.call(msgspec.structs.replace(parse("chat", body), layouts=layouts)), Prepared)
     other = file_of(picture((9, 9, 9)))
@@ -353,6 +353,27 @@ async def test_pixels_to_be_decoded_are_limited(worker: LocalPrompts, monkeypatc
     assert isinstance(await answered(worker, parse("chat", body)), Prepared), "those before are known by then"
 
 
+@pytest.mark.parametrize("apart", ["key", "salt"])
+async def test_a_tenant_does_not_see_which_files_another_one_has_sent(
+    worker: LocalPrompts, monkeypatch: pytest.MonkeyPatch, apart: str
+) -> None:
+    """Neither by the limit of pixels, nor by the time of decoding."""
+    monkeypatch.setattr(images, "MAX_NEW_PIXELS", 10)
+    decoded: list[int] = []
+    decode = images.decode
+    monkeypatch.setattr(images, "decode", lambda data: (decoded.append(1), decode(data))[1])
+    both = chat(part(RED), part(BLUE))
+    for tenant, n_decoded, is_refused in (("a", 1, True), ("b", 1, True), ("a", 1, False), ("a", 0, False)):
+        body = {**both, "cache_salt": tenant} if apart == "salt" else both
+        job = parse("chat", body)
+        if apart == "key":
+            job = msgspec.structs.replace(job, context=msgspec.structs.replace(job.context, key_secret=tenant))
+        decoded.clear()
+        answer = await worker.call(job)
+        # The first image is decoded, so the second one is too much, until the tenant sends the first one again.
+        assert (len(decoded), not isinstance(answer, Needs)) == (n_decoded, is_refused)
+
+
 async def test_an_image_that_a_template_leaves_out_is_named() -> None:
     template = "{% for m in messages %}{% if not loop.first %}{{ m.content }}{% endif %}{% endfor %}"
     worker = prompt_thread(Tokenizer(FakeVocab(), 500, min_match=0.8), vision_info(), template)
@@ -365,8 +386,9 @@ async def test_an_image_that_a_template_leaves_out_is_named() -> None:
 
 
 async def test_a_marker_in_a_text_is_no_image(worker: LocalPrompts) -> None:
-    messages, _ = images.RequestImages(worker.worker._reader._images, {size: layout_of(size) for size in (
-        ImageSize(4, 3), ImageSize(5, 2))}).of_messages(chat(part(RED))["messages"])  # fmt: skip
+    layouts = {size: layout_of(size) for size in (ImageSize(4, 3), ImageSize(5, 2))}
+    reading = images.RequestImages(worker.worker._reader._images, layouts, "\n")
+    messages = reading.in_messages(chat(part(RED))["messages"])
     marker = messages[0]["content"]
     found = (await prepared(worker, "chat", chat(text(marker)))).prompts[0].prompt
     assert shown(found) == [f"^[user]{marker}[reply]"]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from llamaslot.base.images import PromptImage, Tile
 from llamaslot.scheduler.request import Tiles
 
-FIRST, SECOND, THIRD = Tile(2, 5, 0), Tile(5, 7, 1), Tile(9, 10, 0)
-ONE, OTHER = PromptImage(b"", b"1", (FIRST, SECOND)), PromptImage(b"", b"2", (THIRD,))
+ONE, OTHER = PromptImage(b"", b"1", ((2, 5), (5, 7))), PromptImage(b"", b"2", ((9, 10),))
 
 
-def test_each_token_belongs_to_one_tile_or_to_none() -> None:
+def test_a_tile_is_found_where_it_begins() -> None:
     tiles = Tiles((ONE, OTHER))
-    found = [tiles.at(position) for position in range(12)]
-    first, second, third = (ONE, FIRST), (ONE, SECOND), (OTHER, THIRD)
-    assert found == [None, None, first, first, first, second, second, None, None, third, None, None]
+    found = {position: tile for position in range(12) if (tile := tiles.at(position))}
+    assert found == {2: Tile(ONE, 0), 5: Tile(ONE, 1), 9: Tile(OTHER, 0)}
+    assert [(tile.start, tile.end) for tile in found.values()] == [(2, 5), (5, 7), (9, 10)]
     assert Tiles().at(0) is None
 
 

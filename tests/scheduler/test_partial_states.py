@@ -17,7 +17,7 @@ from llamaslot.kvcache.nodes import SegmentState, checkpoints_on
 from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan
-from llamaslot.scheduler.step_planner import RunTurns
+from llamaslot.scheduler.turns import RunTurns
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
 

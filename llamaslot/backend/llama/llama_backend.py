@@ -43,7 +43,7 @@ from llamaslot.base.errors import ConfigError, NotSupportedError
 from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.images import ImageLayout, ImageSize
+from llamaslot.base.images import ImageLayout, ImageSize, Tile
 from llamaslot.base.model import (
     CPU,
     NOT_YET,
@@ -51,7 +51,7 @@ from llamaslot.base.model import (
     CheckpointSize,
     ModelFile,
     ModelInfo,
-    Projector,
+    ProjectorInfo,
     SegmentSize,
     StateKind,
 )
@@ -61,7 +61,7 @@ from llamaslot.base.tokens import Tokens
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from llamaslot.backend.llama.projector import ImageProjector
+    from llamaslot.backend.llama.projector import Embeddings, Projector
 
 _MAX_VIEWS = 1024
 
@@ -75,9 +75,8 @@ class LlamaBackend:
     """Adapters that the context has."""
     _has_vectors = False
     """True if the outputs of the last decode are vectors."""
-    _projector: ImageProjector | None = None
+    _projector: Projector | None = None
     _n_tiles_encoded = 0
-    """Those of projectors that were freed."""
 
     def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
@@ -207,12 +206,15 @@ class LlamaBackend:
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
         status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
-        if runs[0].tile is not None and self._tile_embeddings(runs[0]) is None:
-            return Decoded(Status.INVALID, sent)
+        embeddings = None
+        if runs[0].tile is not None:
+            embeddings = self._encode(runs[0].tile)
+            if embeddings is None:
+                return Decoded(Status.INVALID, sent)
         self._chains.prepare(runs, draws)
         batches = self._batches(runs)
         for i, batch in enumerate(batches, start=1):
-            status = self._compute(batch, embeds=self._has_vectors and i == len(batches))
+            status = self._compute(batch, embeddings, embeds=self._has_vectors and i == len(batches))
             for seq, (first, n) in self._batch.sent().items():
                 n_before = sent[seq][1]
                 sent[seq] = first - n_before, n_before + n
@@ -266,22 +268,36 @@ class LlamaBackend:
             raise NotSupportedError("this server takes no images: start it with --mmproj")
         return self._projector.layout(size)
 
-    def _compute(self, runs: Sequence[Run], *, embeds: bool = False) -> Status:
-        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller."""
-        embeddings = self._tile_embeddings(runs[0]) if runs[0].tile is not None else None
+    def _encode(self, tile: Tile) -> Embeddings | None:
+        """Return the embeddings of a tile; None if that fails."""
+        assert self._projector is not None
+        embeddings = self._projector.encode(tile)
+        self._n_tiles_encoded += embeddings is not None
+        return embeddings
+
+    def _compute(
+        self, runs: Sequence[Run], embeddings: Embeddings | None = None, *, embeds: bool = False
+    ) -> Status:
+        """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller.
+
+        `embeddings` are those of the tile of which the only run is a part.
+        """
+        is_acausal = False
+        if runs[0].tile is not None and embeddings is not None:
+            embeddings = embeddings[runs[0].start - runs[0].tile.start :][: len(runs[0].tokens)]
+            is_acausal = self._projector is not None and not self._projector.is_causal
         self._rows, self._targets = self._batch.fill(runs, has_outputs=embeds, embeddings=embeddings)
         if self.info.pooling:
             llama_cpp.llama_set_embeddings(self._context, embeds)
         if self._threads is not None:
             n_threads = self._threads.choose(sum(len(run.tokens) for run in runs))
             llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads)
-        is_whole = embeddings is not None and self._projector is not None and self._projector.is_whole
         try:
-            if is_whole:
+            if is_acausal:
                 llama_cpp.llama_set_causal_attn(self._context, False)
             code = llama_cpp.llama_decode(self._context, self._batch.struct)
         finally:
-            if is_whole:
+            if is_acausal:
                 llama_cpp.llama_set_causal_attn(self._context, True)
         if self._threads is not None:
             self._threads.ended_at = perf_counter()
@@ -291,25 +307,11 @@ class LlamaBackend:
             self._kv.states.decoded(run.seq for run in runs)
         return _status(code)
 
-    def _tile_embeddings(self, run: Run) -> npt.NDArray[np.float32] | None:
-        """Return what is computed in place of the tokens of a tile; None if that fails."""
-        projector, image, tile = self._projector, run.image, run.tile
-        assert projector is not None
-        assert image is not None
-        assert tile is not None
-        found = projector.encode(image, tile.number)
-        if found is None:
-            return None
-        if len(found) != tile.end - tile.start:
-            raise kv_ops.IllegalCallError(f"a tile of {len(found)} tokens at {tile.end - tile.start} positions")
-        return found[run.start - tile.start :][: len(run.tokens)]
-
     @property
     def stats(self) -> BackendStats:
         """Statistics as of now."""
         return BackendStats(
-            n_tiles_encoded=self._n_tiles_encoded
-            + (self._projector.n_encoded if self._projector is not None else 0),
+            n_tiles_encoded=self._n_tiles_encoded,
             n_device_sampled=self._chains.n_sampled,
             n_sampler_changes=self._chains.n_set,
             n_step_threads=self._n_threads if self._threads is None else self._threads.n_small,
@@ -518,20 +520,18 @@ class LlamaBackend:
         self._context = self._memory = None
         self._rows, self._targets, self._views = {}, {}, {}
 
-    def _load_projector(self) -> Projector | None:
+    def _load_projector(self) -> ProjectorInfo | None:
         """Load the projector of the settings, if any, and return facts about it; raises `ConfigError`."""
         if self._settings.mmproj is None:
             return None
         from llamaslot.backend.llama import projector  # noqa: PLC0415 - its libraries cost time and memory
 
-        self._projector, facts = projector.load(self._model, self._settings, self._n_threads)
-        return facts
+        self._projector = projector.load(self._model, self._settings, self._n_threads)
+        return self._projector.info
 
     def _free_model(self) -> None:
         if self._projector is not None:
-            self._n_tiles_encoded += self._projector.n_encoded
             self._projector.close()
-            self._projector.n_encoded = 0
         llama_cpp.llama_model_free(self._model)
         self._model = None
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import math
 import os
 import subprocess
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -30,22 +30,15 @@ import structlog
 from llamaslot.backend.llama import library, loading
 from llamaslot.backend.llama.capabilities import MROPE
 from llamaslot.backend.llama.loading import LlamaSettings
-from llamaslot.base import model as base_model
 from llamaslot.base.errors import ConfigError, InvalidRequestError, UnavailableError
 from llamaslot.base.files import Tensor, open_regular, read_projector
-from llamaslot.base.image_files import MAX_PIXELS, decode
-from llamaslot.base.images import Delimiters, ImageLayout, ImageSize, PromptImage
+from llamaslot.base.image_files import check_size, decode
+from llamaslot.base.images import Delimiters, ImageLayout, ImageSize, PromptImage, Tile
 from llamaslot.base.kv_ops import IllegalCallError
-from llamaslot.base.model import ModelFile
+from llamaslot.base.model import ModelFile, ProjectorInfo
 
 _log = structlog.get_logger(__name__)
 
-MAX_RATIO = 200
-"""Most times that an edge is longer than the other one. libmtmd scales the longer one to some hundred pixels, and
-cannot encode an image if the other one vanishes; Qwen-VL's own preprocessing has the same limit.
-"""
-_KEPT_BYTES = 64 * 2**20
-"""Most bytes of embeddings that are kept, those of the last tile apart."""
 _TRY_TIMEOUT_S = 120
 _MAX_TRIED_PIXELS = 2**16
 """Most pixels of an image that is also scaled when a projector is tried."""
@@ -56,22 +49,19 @@ _FLAG = "--mmproj"
 Embeddings = npt.NDArray[np.float32]
 
 
-class ImageProjector:
+class Projector:
     """A loaded projector. `layout` may be called from any thread, the others from that of the backend."""
 
-    def __init__(self, handle: Any, *, width: int, n_ubatch: int, is_whole: bool) -> None:
+    def __init__(self, handle: Any, info: ProjectorInfo, *, width: int, is_causal: bool) -> None:
         self._handle = handle
+        self.info = info
         self._width = width
-        self._n_ubatch = n_ubatch
-        self.is_whole = is_whole
-        self.n_encoded = 0
-        """Tiles encoded since it was loaded first."""
+        self.is_causal = is_causal
+        """False if the tokens of a tile also attend to those after them."""
         self._lock = Lock()
         """Held while a layout is made, so that nothing is freed meanwhile."""
         self._image: tuple[bytes, Any] | None = None
-        """Digest and preprocessed tiles (libmtmd's chunks) of the image that was encoded last."""
-        self._tiles: OrderedDict[tuple[bytes, int], Embeddings] = OrderedDict()
-        """Embeddings of tiles by image and number, those used last at the end."""
+        """Digest and preprocessed tiles (libmtmd's chunks) of the image whose tiles are being encoded."""
 
     def layout(self, size: ImageSize) -> ImageLayout:
         """Return the tokens of an image of a size; raises `InvalidRequestError`."""
@@ -81,50 +71,42 @@ class ImageProjector:
                 # A query may come while the model is being unloaded.
                 raise UnavailableError("the model is not loaded", retry_after=1)
             with _tokenized(self._handle, size, None) as chunks:
-                runs = tuple(run for run, _ in _runs(chunks))
-        layout = ImageLayout(runs)
-        tiles = [run for run in runs if isinstance(run, int)]
+                pieces = tuple(piece for piece, _ in _pieces(chunks))
+        tiles = [piece for piece in pieces if isinstance(piece, int)]
         if min(tiles, default=0) < 1:
-            raise InvalidRequestError(f"the model makes no tokens of an image of {_shown(size)} pixels")
-        if self.is_whole and max(tiles) > self._n_ubatch:
+            raise InvalidRequestError(f"the model makes no tokens of an image of {size} pixels")
+        if 0 < self.info.max_tile < max(tiles):
             raise InvalidRequestError(
-                f"an image of {_shown(size)} pixels has {max(tiles)} tokens that must be computed in one step, "
-                f"and a step has {self._n_ubatch}: raise --ubatch-size, or lower --image-max-tokens"
+                f"an image of {size} pixels has {max(tiles)} tokens that must be computed in one step, "
+                f"and a step has {self.info.max_tile}: raise --ubatch-size, or lower --image-max-tokens"
             )
-        return layout
+        return ImageLayout(pieces)
 
-    def encode(self, image: PromptImage, number: int) -> Embeddings | None:
-        """Return the embeddings of a tile (float32, tokens x width of the model's input). They must not be changed.
+    def encode(self, tile: Tile) -> Embeddings | None:
+        """Return the embeddings of a tile (float32, tokens x width of the model's input), until the next call.
 
         None, with the reason in the log, if the file cannot be decoded, or llama.cpp cannot compute them.
         """
-        key = image.digest, number
-        found = self._tiles.pop(key, None)
-        if found is None:
-            found = self._encode(image, number)
-            if found is None:
-                return None
-            self.n_encoded += 1
-        self._tiles[key] = found
-        while len(self._tiles) > 1 and sum(each.nbytes for each in self._tiles.values()) > _KEPT_BYTES:
-            self._tiles.popitem(last=False)
-        return found
-
-    def _encode(self, image: PromptImage, number: int) -> Embeddings | None:
         mtmd = _mtmd()
+        if not tile.number:
+            # Else it would show by its time that another client has just sent the same image.
+            self._drop_image()
         try:
-            chunks = self._chunks(image)
-        except Exception as error:
+            chunks = self._chunks(tile.image)
+        except (InvalidRequestError, MemoryError) as error:
             _log.error("an image cannot be decoded", error=str(error))
             return None
-        tiles = [chunk for run, chunk in _runs(chunks) if isinstance(run, int)]
-        if number >= len(tiles):
-            raise IllegalCallError(f"the image has {len(tiles)} tiles, so none of number {number}")
-        if mtmd.mtmd_encode_chunk(self._handle, tiles[number]):
+        tiles = [chunk for piece, chunk in _pieces(chunks) if isinstance(piece, int)]
+        if tile.number >= len(tiles):
+            raise IllegalCallError(f"the image has {len(tiles)} tiles, so none of number {tile.number}")
+        chunk = tiles[tile.number]
+        shape = mtmd.mtmd_input_chunk_get_n_tokens(chunk), self._width
+        if shape[0] != tile.end - tile.start:
+            raise IllegalCallError(f"a tile of {shape[0]} tokens at {tile.end - tile.start} positions")
+        if mtmd.mtmd_encode_chunk(self._handle, chunk):
             _log.error("llama.cpp cannot encode an image")
             return None
-        shape = mtmd.mtmd_input_chunk_get_n_tokens(tiles[number]), self._width
-        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), shape).copy()
+        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), shape)
 
     def _chunks(self, image: PromptImage) -> Any:
         """Return the preprocessed tiles of an image, which are kept until those of another are asked for."""
@@ -132,7 +114,6 @@ class ImageProjector:
             return self._image[1]
         self._drop_image()
         size, pixels = decode(image.data)
-        check_size(size)
         chunks = _tokenize(self._handle, size, pixels)
         self._image = image.digest, chunks
         return chunks
@@ -145,19 +126,16 @@ class ImageProjector:
     def close(self) -> None:
         """Free it, before the model. May be called again."""
         self._drop_image()
-        self._tiles.clear()
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
             _mtmd().mtmd_free(handle)
 
 
-def load(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[ImageProjector, base_model.Projector]:
+def load(model: Any, settings: LlamaSettings, n_threads: int) -> Projector:
     """Load the projector of `settings.mmproj` for a model; raises `ConfigError`."""
     path = settings.mmproj
     assert path is not None
-    if settings.embeds:
-        raise _error("vectors and scores are computed of texts alone, so not with --embeddings or --reranking")
     if llama_cpp.llama_model_rope_type(model) in MROPE:
         raise _error(
             f"{settings.model} counts positions of images in several dimensions (M-RoPE): not supported yet"
@@ -167,36 +145,15 @@ def load(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[ImageProj
     digest = _digest(path, settings)
     _try(path, settings, digest)
     handle = _open(path, model, settings, n_threads)
+    if ModelFile.of(path) != before:
+        _mtmd().mtmd_free(handle)
+        raise _error(f"{path} was changed while it was loaded")
     width = llama_cpp.llama_model_n_embd_inp(model)
-    is_whole = _mtmd().mtmd_decode_use_non_causal(handle, None)
-    projector = ImageProjector(handle, width=width, n_ubatch=settings.n_ubatch, is_whole=is_whole)
-    try:
-        if ModelFile.of(path) != before:
-            raise _error(f"{path} was changed while it was loaded")
-        _check_delimiters(projector, settings)
-    except ConfigError:
-        projector.close()
-        raise
-    return projector, base_model.Projector(str(path), digest, is_whole)
-
-
-def check_size(size: ImageSize) -> None:
-    """Raise `InvalidRequestError` for a size of which libmtmd cannot make tokens, or that takes too much memory."""
-    least, most = sorted((size.width, size.height))
-    if least < 1:
-        raise InvalidRequestError(f"an image of {_shown(size)} pixels is empty")
-    if least * most > MAX_PIXELS:
-        raise InvalidRequestError(
-            f"an image of {_shown(size)} pixels is too large: at most {MAX_PIXELS:,} pixels are accepted"
-        )
-    if most > MAX_RATIO * least:
-        raise InvalidRequestError(
-            f"an image of {_shown(size)} pixels is too narrow: at most 1:{MAX_RATIO} is accepted"
-        )
-
-
-def _shown(size: ImageSize) -> str:
-    return f"{size.width} x {size.height}"
+    is_causal = not _mtmd().mtmd_decode_use_non_causal(handle, None)
+    # Cells are counted for the tokens of one micro-batch where a window keeps only the last ones.
+    is_one_step = not is_causal or llama_cpp.llama_model_n_swa(model) > 0
+    info = ProjectorInfo(digest, settings.n_ubatch if is_one_step else 0)
+    return Projector(handle, info, width=width, is_causal=is_causal)
 
 
 def _error(reason: str) -> ConfigError:
@@ -247,18 +204,6 @@ def _open(path: Path, model: Any, settings: LlamaSettings, n_threads: int) -> An
     return handle
 
 
-def _check_delimiters(projector: ImageProjector, settings: LlamaSettings) -> None:
-    """Raise `ConfigError` if the vocabulary lacks what is put between the tiles."""
-    for size in (ImageSize(16, 16), ImageSize(2048, 1024)):
-        with contextlib.suppress(InvalidRequestError):
-            for run in projector.layout(size).runs:
-                if not isinstance(run, int) and min(run) < 0:
-                    raise _error(
-                        f"the vocabulary of {settings.model} lacks tokens that {settings.mmproj} puts between "
-                        "tiles: they do not belong together"
-                    )
-
-
 def _tokenize(handle: Any, size: ImageSize, pixels: bytes | None) -> Any:
     """Return libmtmd's chunks of an image, to be freed; without pixels they only have numbers of tokens.
 
@@ -276,7 +221,7 @@ def _tokenize(handle: Any, size: ImageSize, pixels: bytes | None) -> Any:
     mtmd.mtmd_bitmap_free(bitmap)
     if failed:
         mtmd.mtmd_input_chunks_free(chunks)
-        raise InvalidRequestError(f"llama.cpp makes no tokens of an image of {_shown(size)} pixels")
+        raise InvalidRequestError(f"llama.cpp makes no tokens of an image of {size} pixels")
     return chunks
 
 
@@ -289,7 +234,7 @@ def _tokenized(handle: Any, size: ImageSize, pixels: bytes | None) -> Iterator[A
         _mtmd().mtmd_input_chunks_free(chunks)
 
 
-def _runs(chunks: Any) -> Iterator[tuple[Delimiters | int, Any]]:
+def _pieces(chunks: Any) -> Iterator[tuple[Delimiters | int, Any]]:
     """Yield the delimiters, or the number of tokens of a tile, of each chunk, and the chunk."""
     mtmd = _mtmd()
     for i in range(mtmd.mtmd_input_chunks_size(chunks)):
@@ -360,7 +305,13 @@ def main(path: Path, model: Path, n_min: int, n_max: int) -> int:
                 check_size(size)
                 n = size.width * size.height
                 pixels = bytes(3 * n) if n <= _MAX_TRIED_PIXELS else None
-                _mtmd().mtmd_input_chunks_free(_tokenize(handle, size, pixels))
+                with _tokenized(handle, size, pixels) as chunks:
+                    delimiters = [piece for piece, _ in _pieces(chunks) if not isinstance(piece, int)]
+                if min(itertools.chain(*delimiters), default=0) < 0:
+                    raise _error(
+                        f"the vocabulary of {model} lacks tokens that {path} puts between tiles: they do not "
+                        "belong together"
+                    )
     except ConfigError as error:
         print(msgspec.json.encode(error.message.removeprefix(f"{_FLAG}: ")).decode())
         return 2
