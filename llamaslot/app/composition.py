@@ -25,7 +25,7 @@ import structlog
 
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_template
-from llamaslot.app.model_config import adapters, metadata_overrides
+from llamaslot.app.model_config import adapters, check_projector, metadata_overrides
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import OnProgress, Runtime
@@ -103,6 +103,7 @@ async def _start_one(
     check_metadata(path, metadata_overrides(config), embeds=config.embeds)
     for adapter, _ in adapters(config):
         read_adapter(adapter, path)
+    check_projector(config)
     config = replace(config, model=str(path))
     template = read_template(config)
     on_progress = stack.enter_context(_progress())

@@ -345,6 +345,12 @@ class Config:
         env="LLAMASLOT_LORA_INIT_WITHOUT_APPLY",
     )
     mmproj: str = llama("", "projector of the model (mmproj file), with which it takes images", "-mm --mmproj")
+    mmproj_auto: bool = llama(
+        True,
+        "without --mmproj: use the projector in the repository of --hf-repo, which is downloaded once, or in the "
+        "model's folder in --models-dir, if this server can use it; off: --no-mmproj",
+        negatives="--no-mmproj",
+    )
     mmproj_offload: bool = llama(True, "compute the projector on a GPU, if there is one")
     image_min_tokens: ImageTokens = llama(
         0, "fewest tokens of an image, for models that take images of any size; 0: the projector's number"
@@ -673,6 +679,16 @@ class Config:
     def embeds(self) -> bool:
         """True if the server computes vectors or scores instead of text."""
         return self.embeddings or self.reranking
+
+    @property
+    def wants_mmproj(self) -> bool:
+        """True if a projector is to be looked for."""
+        return self.mmproj_auto and not self.mmproj and not self.embeds
+
+    @property
+    def has_found_mmproj(self) -> bool:
+        """True if the projector was found, and not named by `--mmproj`, which turns `--mmproj-auto` off."""
+        return self.mmproj_auto and bool(self.mmproj)
 
     @property
     def lowest_log_level(self) -> str:

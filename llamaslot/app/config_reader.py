@@ -13,6 +13,7 @@ import argparse
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -158,7 +159,8 @@ def read_models(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[M
     if not named and "model" in found:
         named = [found["model"][1]]
     sources = [(model_id(name), "--model", name) for name in named]
-    sources += [(name, "--models-dir", path) for name, path in files_in(folder).items()] if folder else []
+    in_folder = files_in(folder) if folder else {}
+    sources += [(name, "--models-dir", path) for name, (path, _) in in_folder.items()]
     models: dict[str, dict[str, tuple[str, Any]]] = {}
     for name, flag, path in sources:
         if name in models:
@@ -184,12 +186,18 @@ def read_models(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[M
             config = _configured(values_of_model)
         except ConfigError as error:
             raise ConfigError(f"model {name}: {error.message}", param=error.param) from None
+        config = _with_projector(config, *in_folder.get(name, ("", "")))
         names = (name, *(each for each in listed(config.alias) if each != name))
         entries.append(ModelEntry(names, config, name in pinned, is_default=name == default))
     taken = [name for each in entries for name in each.names]
     if twice := next((name for name in taken if taken.count(name) > 1), None):
         raise ConfigError(f"two models have the name {twice}", param="--config")
     return entries
+
+
+def _with_projector(config: Config, model: str, projector: str) -> Config:
+    """Return the configuration with the projector found beside a model, unless a table names another one."""
+    return replace(config, mmproj=projector) if config.model == model and config.wants_mmproj else config
 
 
 def _in_file(
@@ -289,7 +297,8 @@ def _checked(config: Config) -> Config:
             "--no-jinja allows only built-in templates: give the name of one as --chat-template", param="--no-jinja"
         )
     model_config.check(config)
-    return config
+    # Tells it from a projector that is found (`Config.has_found_mmproj`).
+    return replace(config, mmproj_auto=False) if config.mmproj else config
 
 
 def read_template(config: Config) -> tuple[str, str]:

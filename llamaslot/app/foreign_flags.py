@@ -103,10 +103,6 @@ _WITHOUT_EFFECT = {
     "drafting is on by default (--speculate)": """
         --spec-default
     """,
-    "a projector is never searched for: --mmproj names it": """
-        --mmproj-auto [LLAMA_ARG_MMPROJ_AUTO]
-        --no-mmproj --no-mmproj-auto [LLAMA_ARG_NO_MMPROJ_AUTO]
-    """,
     "it is off": """
         --no-ui-mcp-proxy --no-webui-mcp-proxy [LLAMA_ARG_NO_UI_MCP_PROXY]
         -no-ag --no-agent [LLAMA_ARG_NO_AGENT]

@@ -30,6 +30,7 @@ import msgspec
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
+from llamaslot.app.models import nearest_projector
 from llamaslot.base.errors import ConfigError
 
 _TIMEOUT_S = 10.0
@@ -95,13 +96,27 @@ def find_file(repo: str, quantization: str, *, offline: bool) -> str:
             return found
         advice = "without --offline, `llamaslot serve` downloads it"
         raise ConfigError(f"--hf-repo: no model of {repo} is on this machine; {advice}", param="--hf-repo")
-    with _explained(repo):
-        names = [each.rfilename for each in hf.HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or ()]
+    names = _files(repo)
     if found := _chosen(names, quantization):
         return found
     ggufs = ", ".join(sorted(name for name in names if name.endswith(".gguf"))) or "none"
     wanted = f"GGUF file for {quantization}" if quantization else "model"
     raise ConfigError(f"--hf-repo: {repo} has no {wanted}; its GGUF files: {ggufs}", param="--hf-repo")
+
+
+def find_projector(repo: str, model: str, *, offline: bool) -> str:
+    """Return the name of a repository's projector for one of its models (`nearest_projector`); empty without one.
+
+    If there is one on this machine, the hub is not asked. Raises `ConfigError`.
+    """
+    found = nearest_projector(_cached_files(repo), model)
+    return found if found or offline else nearest_projector(_files(repo), model)
+
+
+def _files(repo: str) -> list[str]:
+    """Return the names of a repository's files on the hub; raises `ConfigError`."""
+    with _explained(repo):
+        return [each.rfilename for each in hf.HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or ()]
 
 
 def _chosen(names: Iterable[str], quantization: str) -> str | None:

@@ -9,14 +9,14 @@ import csv
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from llamaslot.app.config import Config
 from llamaslot.base.adapters import MAX_ADAPTERS, MAX_SCALE
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.files import MetadataValue
+from llamaslot.base.files import MetadataValue, parts, read_projector
 
 _MAX_TEXT_BYTES = 127
 """Most bytes of a key or text of `--override-kv`."""
@@ -207,17 +207,51 @@ def check_hub_model(config: Config) -> None:
         raise _error("--hf-file", f"'{config.hf_file}' is not a .gguf file")
 
 
-def with_hub_model(config: Config, *, offline: bool) -> Config:
-    """Return the configuration with the model of `--hf-repo` as `--model`; asks the hub unless `offline`.
+def with_hub_model(
+    config: Config, *, offline: bool, download: Callable[[str], None] = lambda _name: None
+) -> Config:
+    """Return the configuration with the model of `--hf-repo` as `--model`, and with its projector.
 
-    Raises `ConfigError`.
+    Asks the hub unless `offline`, and calls `download` with the name of each file. Raises `ConfigError`.
     """
     # Imported only if needed: few servers need huggingface_hub.
     from llamaslot.app import hub  # noqa: PLC0415
 
     repo, _, quantization = config.hf_repo.partition(":")
     file = config.hf_file or hub.find_file(repo, quantization, offline=offline)
-    return replace(config, model=f"{repo}:{file}")
+    for part in parts(Path(file)):
+        download(f"{repo}:{part}")
+    config = replace(config, model=f"{repo}:{file}")
+    if not config.wants_mmproj:
+        return config
+    try:
+        projector = hub.find_projector(repo, file, offline=offline)
+    except ConfigError as error:
+        # Without a network the model is served nevertheless.
+        from llamaslot.app.logs import get_logger  # noqa: PLC0415 - main programs import it first
+
+        advice = "--no-mmproj or --offline serves the model without asking"
+        get_logger(__name__).warning("projector.not_looked_for", reason=error.message, advice=advice)
+        return config
+    if projector:
+        download(f"{repo}:{projector}")
+    path = hub.cached(repo, projector) if projector else None
+    return replace(config, mmproj=str(path)) if path is not None else config
+
+
+def projector(config: Config) -> Path | None:
+    """Return the file of the projector; None without one."""
+    return Path(config.mmproj).expanduser() if config.mmproj else None
+
+
+def check_projector(config: Config) -> None:
+    """Raise `ConfigError` for a file of `--mmproj` that is no projector of images.
+
+    One that was found is not checked: the server starts without it where it cannot be used.
+    """
+    path = projector(config)
+    if path is not None and not config.has_found_mmproj:
+        read_projector(path)
 
 
 def _error(flag: str, message: str) -> ConfigError:

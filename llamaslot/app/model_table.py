@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaslot.app.config import Config
+from llamaslot.app.models import is_projector, nearest_projector
 from llamaslot.base.errors import ConfigError
 
 SERVER_OPTIONS = frozenset(
@@ -76,7 +77,6 @@ MODEL_OPTIONS = ("hf_repo", "hf_file", "alias", "tags", "mmproj")
 """Options that name one model, or belong to it, and so are for a server of one, or for a table."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _FIRST_PART = re.compile(r"-00001-of-\d{5}$")
-_PROJECTOR = "mmproj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,11 @@ class ModelEntry:
     """True for the model of requests that name none: the first one of `-m`."""
 
 
-def files_in(folder: str) -> dict[str, str]:
-    """Return the models in a folder by their names: GGUF files, and folders with one. Raises `ConfigError`."""
+def files_in(folder: str) -> dict[str, tuple[str, str]]:
+    """Return the models in a folder by their names: GGUF files, and folders with one. Raises `ConfigError`.
+
+    As in llama-server, one in a folder of its own comes with the projector there; the second path is empty without.
+    """
     try:
         paths = sorted(Path(folder).expanduser().iterdir())
     except OSError as error:
@@ -101,17 +104,19 @@ def files_in(folder: str) -> dict[str, str]:
     named = []
     for path in paths:
         if not path.is_dir():
-            named += [(model_id(str(path)), path)] if _is_model(path) else []
+            named += [(model_id(str(path)), path, "")] if _is_model(path) else []
             continue
         # Some that come with a file system can be read by nobody.
         with contextlib.suppress(OSError):
-            named += [(path.name, each) for each in sorted(path.iterdir()) if _is_model(each)][:1]
-    found: dict[str, str] = {}
-    for name, path in named:
+            files = sorted(path.iterdir())
+            models = [each for each in files if _is_model(each)]
+            named += [(path.name, each, nearest_projector(map(str, files), str(each))) for each in models[:1]]
+    found: dict[str, tuple[str, str]] = {}
+    for name, path, projector in named:
         if name in found:
-            message = f"--models-dir: {path} and {found[name]} have the same name: rename one of them"
+            message = f"--models-dir: {path} and {found[name][0]} have the same name: rename one of them"
             raise ConfigError(message, param="--models-dir")
-        found[name] = str(path)
+        found[name] = str(path), projector
     return found
 
 
@@ -122,7 +127,7 @@ def model_id(model: str) -> str:
 
 def _is_model(path: Path) -> bool:
     is_part = _LATER_PART.search(path.stem) is not None
-    return path.suffix == ".gguf" and path.is_file() and not is_part and not path.name.startswith(_PROJECTOR)
+    return path.suffix == ".gguf" and path.is_file() and not is_part and not is_projector(path.name)
 
 
 def check_table(name: str, table: Any) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias, cast
@@ -37,6 +37,10 @@ _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _WHEEL = re.compile(r"pip:([\w.-]+==[\w.]+)#sha256=([0-9a-f]{64})&size=(\d+)")
 _SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 _REFERENCE = re.compile(rf"({_REPO.pattern}):(\S+\.gguf)")
+_PROJECTOR = "mmproj"
+_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+_TAG_BITS = re.compile(r"[-.][a-z_]*(\d+)\w*$", re.IGNORECASE | re.ASCII)
+"""Finds the bits of weights in a name without its ending: 8 in `m-Q8_0`, 16 in `m.BF16`."""
 
 
 class Wheel(msgspec.Struct, frozen=True):
@@ -192,6 +196,33 @@ def local_file(model: Model) -> Path | None:
         return hub.cached(model.repo, model.file)
     path = Path(str(resources.files("llamaslot").joinpath("demo", model.file)))
     return path if path.is_file() else None
+
+
+def is_projector(name: str) -> bool:
+    """Return True if a file is a projector (mmproj file) by its name, as for llama-server."""
+    return name.endswith(".gguf") and _PROJECTOR in PurePosixPath(name).name
+
+
+def nearest_projector(names: Iterable[str], model: str) -> str:
+    """Return the projector among files of a repository that llama-server takes for a model; empty if there is none.
+
+    It is in the model's folder or in one above, as deep as possible, with the quantization nearest in bits.
+    """
+    folder = PurePosixPath(model).parent
+
+    def distance(name: str) -> tuple[int, int]:
+        return -len(PurePosixPath(name).parts), abs(_bits(name) - _bits(model))
+
+    found = (name for name in sorted(names) if is_projector(name))
+    return min(
+        (name for name in found if folder.is_relative_to(PurePosixPath(name).parent)), key=distance, default=""
+    )
+
+
+def _bits(name: str) -> int:
+    """Return the bits of weights by a file's name; 0 if it does not say."""
+    found = _TAG_BITS.search(_ENDING.sub("", name))
+    return int(found[1]) if found else 0
 
 
 def resolve_model(name_or_path: str) -> Path:

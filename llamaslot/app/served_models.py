@@ -22,7 +22,7 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
-from llamaslot.app.model_config import adapters, metadata_overrides
+from llamaslot.app.model_config import adapters, check_projector, metadata_overrides
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
@@ -215,6 +215,7 @@ class ModelProcesses:
         check_metadata(Path(config.model), metadata_overrides(config), embeds=config.embeds)
         for adapter, _ in adapters(config):
             read_adapter(adapter, Path(config.model))
+        check_projector(config)
         runtime = self._runtime = Runtime(
             config, read_template(config), lambda _text, _share: None, memory_bytes=self._memory_bytes
         )

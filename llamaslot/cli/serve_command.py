@@ -17,7 +17,6 @@ from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.app.model_config import with_hub_model
 from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, find_model, known_models, local_file
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.files import parts
 
 _log = get_logger(__name__)
 _MAX_DOWNLOAD_S = 60.0
@@ -60,19 +59,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_hub_model(config: Config) -> Config:
-    """Download the model of `--hf-repo` if it is not here, and return the configuration with its name.
+    """Download the model of `--hf-repo` and its projector if they are not here; return the configuration with them.
 
     Raises `ConfigError`.
     """
     if config.hf_token:
         # From here huggingface_hub reads it.
         os.environ["HF_TOKEN"] = config.hf_token
-    config = with_hub_model(config, offline=config.offline)
-    repo, _, file = config.model.partition(":")
-    for part in map(str, parts(Path(file))):
-        model = find_model(f"{repo}:{part}")
+
+    def download(name: str) -> None:
+        model = find_model(name)
         if local_file(model):
-            continue
+            return
         if config.offline:
             raise ConfigError(f"{model.name} is not on this machine, and --offline forbids to download it")
         # Not imported at the top, because these would slow down every other start.
@@ -81,7 +79,8 @@ def _with_hub_model(config: Config) -> Config:
         from llamaslot.cli.pull_command import pull_file  # noqa: PLC0415
 
         pull_file(model, Console(stderr=True, highlight=False))
-    return config
+
+    return with_hub_model(config, offline=config.offline, download=download)
 
 
 def _with_model(config: Config) -> Config:

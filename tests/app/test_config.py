@@ -325,6 +325,33 @@ def test_each_model_of_a_folder_is_named_after_its_file_or_folder(folder: Path) 
     assert not any(each.is_default for each in found)
 
 
+def test_a_model_in_a_folder_of_its_own_comes_with_its_projector(folder: Path) -> None:
+    own = folder / "in-folder"
+    for name in ("mmproj-F32.gguf", "mmproj-Q4_0.gguf", "model.mmproj-F16.gguf"):
+        (own / name).touch()
+    argv = ["--models-dir", str(folder)]
+    found = {each.names[0]: each.config for each in models(argv)}
+    assert {name: each.mmproj for name, each in found.items()} == {
+        **dict.fromkeys(("a", "b", "big"), ""),
+        "in-folder": str(own / "mmproj-Q4_0.gguf"),
+    }
+    assert found["in-folder"].model == str(own / "model-q4.gguf")
+    assert found["in-folder"].has_found_mmproj
+    for without in (["--no-mmproj"], ["--no-mmproj-auto"], ["--embeddings"]):
+        assert not any(each.config.mmproj for each in models([*argv, *without]))
+    assert not any(each.config.mmproj for each in models(argv, {"LLAMA_ARG_NO_MMPROJ_AUTO": ""}))
+    file = folder / "models.toml"
+    for line, expected in (
+        ("mmproj = 'x.gguf'", ("x.gguf", False)),
+        ("mmproj-auto = false", ("", False)),
+        (f"model = '{folder / 'b.gguf'}'", ("", False)),
+        ("ctx-size = 512", (str(own / "mmproj-Q4_0.gguf"), True)),
+    ):
+        file.write_text(f"[models.in-folder]\n{line}\n")
+        (config,) = (each.config for each in models([*argv, "--config", str(file)]) if each.names[0] == "in-folder")
+        assert (config.mmproj, config.has_found_mmproj) == expected
+
+
 def test_one_model_is_no_table() -> None:
     assert models([]) == models(["-m", "a.gguf"]) == models(["a.gguf"]) == []
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import urllib.error
 from pathlib import Path
 
 import pytest
 
 import llamaslot.demo
 from llamaslot.app.config import Config
-from llamaslot.app.model_config import check
+from llamaslot.app.model_config import check, check_projector
 from llamaslot.base.errors import ConfigError
 from tests.app.test_crashes import STORY, engine_of, wait
 from tests.live import Server, serving
@@ -35,9 +38,53 @@ def test_text_is_what_it_is_without_a_projector(tmp_path: Path) -> None:
 def test_a_projector_that_cannot_be_used_ends_the_start_with_an_error_that_names_the_flag(tmp_path: Path) -> None:
     path = write_projector(tmp_path / "narrow.gguf", "mlp", n_embd=64)
     crashing = write_projector(tmp_path / "crashing.gguf", "mlp", n_embd=WIDTH, dropped=["mm.2.weight"])
-    for wrong in (path, crashing, tmp_path / "none.gguf", MODEL):
+    for wrong in (path, crashing):
         with pytest.raises(AssertionError, match="--mmproj"), serving(tmp_path, "--mmproj", wrong):
             pass
+
+
+def test_a_file_that_is_no_projector_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    audio = write_projector(tmp_path / "audio.gguf", "mlp", values={"clip.has_vision_encoder": False})
+    for wrong in (tmp_path / "none.gguf", MODEL, audio, Path(__file__)):
+        raises = pytest.raises(AssertionError, match="llamaslot: --mmproj: ")
+        with raises as refused, serving(tmp_path, "--mmproj", wrong):
+            pass
+        assert "model.loading" not in str(refused.value)
+
+
+def test_one_that_was_found_is_no_error(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.gguf")
+    check_projector(Config(mmproj=path))
+    with pytest.raises(ConfigError, match="--mmproj: there is no file"):
+        check_projector(Config(mmproj=path, mmproj_auto=False))
+
+
+@pytest.mark.slow
+def test_a_model_of_several_with_a_wrong_projector_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(f"[models.a]\nmodel = '{MODEL}'\nmmproj = '{MODEL}'\n[models.b]\nmodel = '{MODEL}'\n")
+    with serving(tmp_path, "--config", file, "-c", "1024") as server:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post("/completion", {"model": "a", "prompt": "x"})
+        assert f"--mmproj: {MODEL} is not a projector" in json.load(refused.value)["error"]["message"]
+        assert not server.log_lines("model.loading")
+        assert server.post("/completion", {"model": "b", "prompt": "x", "n_predict": 1})["tokens_predicted"] == 1
+
+
+@pytest.mark.slow
+def test_a_projector_in_a_models_folder_is_used_or_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    for name, n_embd in (("sees", WIDTH), ("reads", 64)):
+        (folder / name).mkdir(parents=True)
+        shutil.copy(MODEL, folder / name / "model.gguf")
+        write_projector(folder / name / "mmproj-F32.gguf", "mlp", n_embd=n_embd)
+    with serving(tmp_path, "--models-dir", folder, "-c", "1024") as server:
+        for name, has_vision in (("sees", True), ("reads", False)):
+            assert server.post("/completion", {"model": name, "prompt": "x", "n_predict": 1})["model"] == name
+            assert server.get(f"/props?model={name}")["modalities"]["vision"] is has_vision
+        (line,) = server.log_lines("projector.not_used")
+        assert line["level"] == "warning"
+        assert str(folder / "reads" / "mmproj-F32.gguf") in line["reason"]
 
 
 @pytest.mark.slow

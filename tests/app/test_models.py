@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ from llamaslot.app.models import (
     find_model,
     known_models,
     local_file,
+    nearest_projector,
     parse_models,
     resolve_model,
     wheel_file,
@@ -186,6 +189,41 @@ def test_the_file_of_a_repository_is_chosen_as_llama_server_does(
     names: tuple[str, ...], quantization: str, chosen: str | None
 ):
     assert hub._chosen(names, quantization) == chosen
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "chosen"),
+    [
+        ("m-Q4_K_M.gguf", ("m-Q4_K_M.gguf", "mmproj-F16.gguf", "mmproj-Q8_0.gguf"), "mmproj-Q8_0.gguf"),
+        ("m-BF16.gguf", ("mmproj-m.Q8_0.gguf", "mmproj-m.f32.gguf", "mmproj-m.f16.gguf"), "mmproj-m.f16.gguf"),
+        ("m-Q4_K_M.gguf", ("mmproj-BF16.gguf", "mmproj-F16.gguf"), "mmproj-BF16.gguf"),
+        ("m-Q8_0-00001-of-00002.gguf", ("mmproj-F32.gguf", "mmproj-Q8_0.gguf", "mmproj.gguf"), "mmproj-Q8_0.gguf"),
+        ("m.gguf", ("mmproj-F16.gguf", "m-mmproj.gguf"), "m-mmproj.gguf"),
+        ("a/Q8_0/m.gguf", ("a/mmproj-F16.gguf", "b/mmproj.gguf", "mmproj.gguf"), "a/mmproj-F16.gguf"),
+        ("m.gguf", ("vision/mmproj-F16.gguf",), ""),
+        ("m.gguf", ("m.gguf", "mmproj-F16.bin", "mmproj/m-Q8_0.gguf"), ""),
+        ("m.gguf", (), ""),
+    ],
+)
+def test_the_projector_of_a_model_is_chosen_as_llama_server_does(model: str, names: tuple[str, ...], chosen: str):
+    assert nearest_projector(names, model) == chosen
+    assert nearest_projector(names[::-1], model) == chosen
+
+
+def test_offline_the_projector_of_a_repository_is_one_that_is_here(cache: Path):
+    repo = "somebody/Some-GGUF"
+    assert hub.find_projector(repo, "some-Q8_0.gguf", offline=True) == ""
+    put(cache, repo, "c0ffee", "some-Q8_0.gguf")
+    config = Config(hf_repo=repo)
+    assert with_hub_model(config, offline=True).mmproj == ""
+    path = put(cache, repo, "beef", "mmproj-F16.gguf")
+    assert hub.find_projector(repo, "some-Q8_0.gguf", offline=False) == path.name, "without asking the hub"
+    found = with_hub_model(config, offline=True)
+    assert (found.mmproj, found.has_found_mmproj) == (str(path), True)
+    assert with_hub_model(replace(config, mmproj="own.gguf"), offline=True).mmproj == "own.gguf"
+    without: dict[str, Any]
+    for without in ({"mmproj_auto": False}, {"embeddings": True}, {"reranking": True}):
+        assert with_hub_model(replace(config, **without), offline=True).mmproj == ""
 
 
 def test_offline_the_file_of_a_repository_is_one_that_is_here(cache: Path):

@@ -273,6 +273,12 @@ def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: s
     assert set(changes(settings, defaults)) <= {field, others.get(field, field)}
 
 
+def test_only_a_projector_that_was_found_is_optional() -> None:
+    found = replace(configured(""), mmproj="a.gguf")
+    assert llama_settings(found, MODEL).mmproj_is_optional
+    assert not llama_settings(configured("--mmproj a.gguf"), MODEL).mmproj_is_optional
+
+
 @pytest.mark.parametrize("argv", ["--reranking", "--rerank", "--embeddings --pooling rank"])
 def test_reranking_is_a_pooling(argv: str) -> None:
     changed = changes(llama_settings(configured(argv), MODEL), llama_settings(Config(), MODEL))

@@ -22,6 +22,7 @@ import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp import mtmd_cpp
+from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
@@ -463,6 +464,32 @@ def refusal(model: Path, path: Path, **settings: Any) -> str:
     assert refused.value.param == "--mmproj"
     assert len(refused.value.message.splitlines()) == 1
     return refused.value.message
+
+
+def test_what_cannot_be_used_is_left_out_if_it_is_optional(tiny: Path, tmp_path: Path) -> None:
+    values = {"rope.dimension_sections": [8, 12, 12, 0]}
+    mrope = rewritten(synthetic.ensure("tiny", folder=tmp_path), tmp_path / "mrope.gguf", "qwen2vl", values=values)
+    audio = {"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}
+    for model, path, said in (
+        (mrope, write_projector(tmp_path / "fitting.gguf", "mlp"), "M-RoPE"),
+        (tiny, write_projector(tmp_path / "wide.gguf", "mlp", n_embd=64), "n_embd"),
+        (tiny, write_projector(tmp_path / "audio.gguf", "mlp", values=audio), "audio"),
+        (tiny, write_projector(tmp_path / "crash.gguf", "mlp", dropped=["mm.2.weight"]), "ends its process"),
+        (tiny, tmp_path / "none.gguf", "there is no file"),
+    ):
+        assert said in refusal(model, path)
+        settings = LlamaSettings(model, mmproj=path, mmproj_is_optional=True, may_unload=True, **SETTINGS)
+        with capture_logs() as logged:
+            backend = LlamaBackend(settings)
+            assert backend.info.projector is None
+            backend.unload()
+            backend.reload()
+        (line,) = (each for each in logged if each["event"] == "projector.not_used")
+        assert said in line["reason"]
+        assert line["log_level"] == "warning"
+        with pytest.raises(NotSupportedError):
+            backend.image_layout(ImageSize(64, 64))
+        backend.close()
 
 
 def test_what_does_not_belong_together_is_refused(tiny: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_config, read_template
 from llamaslot.app.doctor import Check, fail, ok, shown_size, warn
 from llamaslot.app.http_config import api_settings
-from llamaslot.app.model_config import with_hub_model
+from llamaslot.app.model_config import check_projector, with_hub_model
 from llamaslot.backend.host import HostCpus
 from llamaslot.base.errors import ConfigError
 
@@ -238,6 +238,7 @@ def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tupl
         config = read_config(flags, environ)
         if config.hf_repo:
             config = with_hub_model(config, offline=True)
+        check_projector(config)
         read_template(config)
         api_settings(config)
         certificate(config.ssl_cert_file, config.ssl_key_file)

@@ -30,6 +30,7 @@ from llamaslot.app.model_config import (
     adapters,
     engine_cpus,
     metadata_overrides,
+    projector,
     tensor_overrides,
     tensor_split,
 )
@@ -95,7 +96,8 @@ def llama_settings(config: Config, model: Path, memory_bytes: int = 0) -> LlamaS
         numa=config.numa,
         overrides=tuple(metadata_overrides(config).items()),
         adapters=adapters(config),
-        mmproj=Path(config.mmproj).expanduser() if config.mmproj else None,
+        mmproj=projector(config),
+        mmproj_is_optional=config.has_found_mmproj,
         mmproj_offload=config.mmproj_offload,
         image_min_tokens=config.image_min_tokens,
         image_max_tokens=config.image_max_tokens,

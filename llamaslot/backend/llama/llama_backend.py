@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import msgspec
 import numpy as np
+import structlog
 
 from llamaslot.backend import page_locked
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
     from llamaslot.backend.llama.projector import Embeddings, Projector
 
+_log = structlog.get_logger(__name__)
+
 _MAX_VIEWS = 1024
 
 
@@ -94,8 +97,8 @@ class LlamaBackend:
         try:
             # Before the pool, which gets what memory they leave.
             self._adapters, adapters = loading.load_adapters(self._model, settings)
-            projector = self._load_projector()
-            settings = self._settings = loading.for_vectors(self._model, settings)
+            projector = self._first_projector()
+            settings = self._settings = loading.for_vectors(self._model, self._settings)
             n_cache_seqs, n_seqs = self._sequences()
             # Other threads may use the vocabulary while the model is unloaded.
             self.vocab = (
@@ -519,6 +522,22 @@ class LlamaBackend:
         # If no other one can be created, `close` must not free this one again. The arrays point to its logits.
         self._context = self._memory = None
         self._rows, self._targets, self._views = {}, {}, {}
+
+    def _first_projector(self) -> ProjectorInfo | None:
+        """Load the projector as `_load_projector`; if it is optional and cannot be used, do without it for good."""
+        try:
+            return self._load_projector()
+        except ConfigError as error:
+            if not self._settings.mmproj_is_optional:
+                raise
+            reason = error.message.removeprefix("--mmproj: ")
+            _log.warning(
+                "projector.not_used",
+                reason=reason,
+                advice="images are refused; with --no-mmproj none is looked for",
+            )
+            self._settings = replace(self._settings, mmproj=None)
+            return None
 
     def _load_projector(self) -> ProjectorInfo | None:
         """Load the projector of the settings, if any, and return facts about it; raises `ConfigError`."""

@@ -177,6 +177,8 @@ class LlamaSettings:
     """Files of LoRA adapters, each with its scale at start."""
     mmproj: Path | None = None
     """File of the projector of images; None if prompts are text."""
+    mmproj_is_optional: bool = False
+    """Log that it cannot be used, and go on without it."""
     mmproj_offload: bool = True
     """Compute it on a GPU, if there is one."""
     image_min_tokens: int = 0

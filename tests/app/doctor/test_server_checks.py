@@ -62,6 +62,7 @@ def test_what_serve_refuses_fails(tmp_path: Path) -> None:
         ("--cache-salt-from-api-key needs API keys", "--cache-salt-from-api-key"),
         ("cannot read", "--chat-template-file", tmp_path / "nowhere"),
         ("no model of nobody/nothing is on this machine", "-hf", "nobody/nothing"),
+        ("--mmproj: there is no file", "--mmproj", tmp_path / "nowhere"),
         ("--ssl-cert-file needs", "--ssl-cert-file", tmp_path / "nowhere"),
         ("--cache-remote must be redis://", "--cache-remote", "http://127.0.0.1"),
         ("cannot read", "--cache-remote", "redis://h", "--cache-remote-key-file", tmp_path / "nowhere"),
