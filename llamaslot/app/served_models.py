@@ -22,13 +22,13 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
-from llamaslot.app.model_config import adapters, check_projector, metadata_overrides
+from llamaslot.app.model_config import adapters, check_projector, metadata_overrides, projector
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
 from llamaslot.base.errors import ConfigError, stopped_error
 from llamaslot.base.files import check_metadata, parts, read_adapter
-from llamaslot.base.model import CPU
+from llamaslot.base.model import CPU, ModelInfo
 from llamaslot.processes.messages import Loaded
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.models import KEPT_BYTES, Models, ServedModel, Task
@@ -143,13 +143,26 @@ def capability_of(config: Config) -> Task:
     return "embedding" if config.embeds else "completion"
 
 
+def device_bytes(config: Config, info: ModelInfo) -> int:
+    """Return what weights, projector and pool take on a device with memory of its own; 0 without one."""
+    if info.device == CPU:
+        return 0
+    n_bytes = info.size_bytes + (info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0)
+    if info.projector is not None and config.mmproj_offload:
+        with contextlib.suppress(OSError):
+            n_bytes += Path(info.projector.path).stat().st_size
+    return n_bytes
+
+
 def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
     config = entry.config
     settings = api_settings(config)
     # Its counters go on when it is loaded again.
     metrics = Metrics(entry.names[0], has_remote=bool(config.cache_remote))
     with contextlib.suppress(OSError):
-        size = sum(part.stat().st_size for part in parts(Path(config.model)))
+        mmproj = projector(config)
+        files = (*parts(Path(config.model)), *([mmproj] if mmproj is not None else []))
+        size = sum(each.stat().st_size for each in files)
         memory_bytes = max(memory_bytes, int(size * _WEIGHTS_FACTOR) + _COMPUTE_BYTES)
     return ServedModel(
         entry.names,
@@ -196,7 +209,7 @@ class ModelProcesses:
 
     @property
     def n_bytes(self) -> int:
-        """Resident memory of both processes, and what weights and pool take on a device of its own."""
+        """Resident memory of both processes, and `device_bytes`."""
         if self._runtime is None:
             return 0
         n_bytes = 0
@@ -204,10 +217,7 @@ class ModelProcesses:
             with contextlib.suppress(psutil.Error):
                 n_bytes += psutil.Process(pid).memory_info().rss if pid else 0
         info = self._service.info if self._service is not None else None
-        if info is not None and info.device != CPU:
-            n_bytes += info.size_bytes
-            n_bytes += info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
-        return n_bytes
+        return n_bytes + (device_bytes(self._entry.config, info) if info is not None else 0)
 
     async def load(self) -> Service:
         """Start the processes and load the model. Raises `LlamaslotError`, and `OSError`."""

@@ -6,14 +6,20 @@ import json
 import shutil
 import urllib.error
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 import llamaslot.demo
 from llamaslot.app.config import Config
 from llamaslot.app.model_config import check, check_projector
+from llamaslot.app.model_table import ModelEntry
+from llamaslot.app.served_models import create_models, device_bytes
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import CPU, Projector
 from tests.app.test_crashes import STORY, engine_of, wait
+from tests.fake_backend import FakeBackend
 from tests.live import Server, serving
 from tests.vision_files import write_projector
 
@@ -85,6 +91,31 @@ def test_a_projector_in_a_models_folder_is_used_or_left_out(tmp_path: Path) -> N
         (line,) = server.log_lines("projector.not_used")
         assert line["level"] == "warning"
         assert str(folder / "reads" / "mmproj-F32.gguf") in line["reason"]
+
+
+def test_memory_for_a_model_of_several_includes_its_projector(tmp_path: Path) -> None:
+    path = tmp_path / "mmproj.gguf"
+    with path.open("wb") as file:
+        file.truncate(2**30)
+
+    def estimate(**changes: Any) -> int:
+        entry = ModelEntry(("a",), Config(model=str(MODEL), **changes))
+        return create_models(Config(models_memory=600, cache_ram=8), [entry]).all[0].n_bytes
+
+    assert estimate(mmproj=str(path)) - estimate() >= 2**30
+    assert estimate(mmproj=str(tmp_path / "none.gguf")) < 2**30
+
+
+def test_memory_on_a_gpu_includes_the_projector(tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "a.gguf", "mlp")
+    info = msgspec.structs.replace(
+        FakeBackend(n_ctx=1024).info, device="CUDA0", projector=Projector(str(path), "digest", is_whole=False)
+    )
+    without = msgspec.structs.replace(info, projector=None)
+    more = device_bytes(Config(), info) - device_bytes(Config(), without)
+    assert more == path.stat().st_size
+    assert device_bytes(Config(mmproj_offload=False), info) == device_bytes(Config(), without)
+    assert device_bytes(Config(), msgspec.structs.replace(info, device=CPU)) == 0
 
 
 @pytest.mark.slow
