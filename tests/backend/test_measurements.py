@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.host import HostCpus, host_cpus
+from llamaslot.backend.host import CpuTimes, HostCpus, host_cpus
 from llamaslot.backend.llama import (
     LlamaBackend,
     LlamaSettings,
@@ -26,6 +26,7 @@ from llamaslot.backend.llama import (
     self_test,
 )
 from llamaslot.backend.llama.costs import Measurements, Quiet
+from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import IllegalCallError, Load, NotLoadedError, Remove, Save
@@ -295,6 +296,41 @@ def test_what_was_measured_while_other_programs_ran_is_not_kept_and_is_measured_
     again.close()
     for each in MEASURES:
         assert getattr(again.info, each) == getattr(backend.info, each)
+
+
+def test_what_fewer_threads_took_is_not_kept(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_machine: None
+) -> None:
+    """Beside a busy process on two CPUs one thread computes. It waits for nobody, but takes twice as long."""
+    monkeypatch.undo()
+    now, others, n_threads = CpuTimes(0.0, 2, 0.0, 0.0), 1.0, [0]
+
+    def read() -> CpuTimes:
+        nonlocal now
+        now = CpuTimes(now.clock + 1, 2, now.all + 1 + others, now.own + 1)
+        return now
+
+    def measure(backend: LlamaBackend, context: Any, quiet: Quiet) -> KvCost | None:
+        for _ in range(3):
+            assert backend._threads is not None
+            backend._threads._due = 0.0
+            costs._prefill(backend, context, quiet, 1)
+        n_threads.append(llama_cpp.llama_n_threads(context))
+        backend.change(Remove(0, 0))
+        return MEASURED.kv_cost
+
+    monkeypatch.setattr(costs, "read_clocks", lambda: costs.Clocks(0.0, 0.0, {}))
+    monkeypatch.setattr(costs, "measure_kv_cost", measure)
+    monkeypatch.setattr(costs, "measure_step_cost", lambda *_: MEASURED.step_cost)
+    backend = LlamaBackend(settings(tiny_model, tmp_path))
+    backend._threads = StepThreads(2, read)
+    assert not backend.measure_costs()
+    assert "fewer threads" in backend.info.costs_pending
+    assert (n_threads[-1], list(tmp_path.iterdir())) == (1, [])
+    others = 0.0
+    assert backend.measure_costs()
+    assert (n_threads[-1], len(list(tmp_path.iterdir()))) == (2, 1)
+    backend.close()
 
 
 def test_what_was_measured_before_a_stop_is_not_measured_again(

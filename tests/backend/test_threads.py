@@ -130,6 +130,31 @@ def test_what_others_did_in_a_pause_does_not_count() -> None:
 
 
 @pytest.mark.usefixtures("always_due")
+def test_a_measurement_begins_with_all_threads_and_knows_if_one_was_left_out_since() -> None:
+    machine = Machine(2)
+    threads = StepThreads(2, machine.read)
+    threads.choose(1)
+    machine.run(0.5, others=1.0, own=1.0)
+    assert (threads.choose(1), threads.were_left_out) == (1, True)
+    threads.use_all()
+    machine.run(0.5, others=1.0, own=1.0)
+    assert (threads.choose(1), threads.were_left_out) == (2, False)
+    machine.run(0.5, others=1.0, own=1.0)
+    assert (threads.choose(1), threads.were_left_out) == (1, True)
+    machine.run(0.5, others=0.0, own=1.0)
+    assert (threads.choose(1), threads.were_left_out) == (2, True), "it was for a while"
+
+
+@pytest.mark.usefixtures("always_due")
+def test_a_cpu_set_that_has_become_smaller_is_no_other_program() -> None:
+    machine = Machine(2)
+    threads = StepThreads(4, machine.read)
+    threads.choose(1)
+    machine.run(0.5, others=0.0, own=2.0)
+    assert (threads.choose(1), threads.were_left_out) == (2, False)
+
+
+@pytest.mark.usefixtures("always_due")
 def test_without_cpu_times_all_threads_compute() -> None:
     machine = Machine(2)
     readings = iter([machine.now, None, machine.now, None])

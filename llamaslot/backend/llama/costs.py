@@ -103,7 +103,7 @@ MAX_SPREAD = 1.5
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are repeated, because the machine may have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 7
+FORMAT = 8
 """Incremented whenever something is measured in another way."""
 
 
@@ -396,15 +396,22 @@ class Quiet:
     """Watches measurements on one thread. `should_stop` is called before each step, and at each check.
 
     With `exceeds_cpus` this process has more threads than can run at once. They wait for each other, which says
-    nothing about other programs, so only the times of equal work are compared.
+    nothing about other programs, so only the times of equal work are compared. `has_fewer_threads` returns True if
+    steps had fewer threads than on a quiet machine: those that are left wait for nobody.
     """
 
     def __init__(
-        self, *, on_cpu: bool, exceeds_cpus: bool = False, should_stop: Callable[[], bool] = lambda: False
+        self,
+        *,
+        on_cpu: bool,
+        exceeds_cpus: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+        has_fewer_threads: Callable[[], bool] = lambda: False,
     ) -> None:
         self._on_cpu = on_cpu
         self._exceeds_cpus = exceeds_cpus
         self._should_stop = should_stop
+        self._has_fewer_threads = has_fewer_threads
         self._before = read_clocks()
 
     def begin(self) -> None:
@@ -417,8 +424,10 @@ class Quiet:
             raise StoppedError
 
     def check(self) -> None:
-        """Raise `DisturbedError` if threads waited for CPUs since `begin`, and `StoppedError` on request."""
+        """Raise `DisturbedError` if other programs used the CPUs since `begin`, and `StoppedError` on request."""
         self.stop_if_asked()
+        if self._has_fewer_threads():
+            raise DisturbedError("fewer threads than usual computed, because other programs used the CPUs")
         if self._exceeds_cpus:
             return
         after = read_clocks()

@@ -725,10 +725,13 @@ class LlamaBackend:
         page_locked.wait()
         info = self.info
         n_threads = max(self._settings.n_threads, self._settings.n_threads_batch)
+        if self._threads is not None:
+            self._threads.use_all()
         quiet = Quiet(
             on_cpu=info.device == CPU,
             exceeds_cpus=n_threads > host_cpus().n_at_once,
             should_stop=should_stop,
+            has_fewer_threads=self._were_threads_left_out,
         )
 
         measures: dict[str, Callable[[], object]] = {
@@ -766,6 +769,9 @@ class LlamaBackend:
         finally:
             self.info = msgspec.structs.replace(self.info, costs_pending=pending)
         return None
+
+    def _were_threads_left_out(self) -> bool:
+        return self._threads is not None and self._threads.were_left_out
 
     def _measure_sampling(self, quiet: Quiet) -> bool | None:
         request = Sampling(), np.zeros(0, dtype=np.int32)

@@ -35,6 +35,14 @@ class StepThreads:
         self._due = 0.0
         self.ended_at = 0.0
         """The time at which the last step ended, by `perf_counter`; set by the caller."""
+        self.were_left_out = False
+        """True if a thread was left out for other programs since `use_all`."""
+
+    def use_all(self) -> None:
+        """Compute with all threads, until the CPU times that are read from now on say otherwise."""
+        self.n_small = self._n_large = self._n
+        self._last, self._due = None, 0.0
+        self.were_left_out = False
 
     def choose(self, n_tokens: int) -> int:
         """Return the number of threads for a step of so many tokens that begins now."""
@@ -57,3 +65,4 @@ class StepThreads:
         self.n_small, self._n_large = (
             max(1, min(self._n, now.n_cpus - max(0, math.ceil(others - ignored)))) for ignored in _IGNORED_CPUS
         )
+        self.were_left_out |= self.n_small < min(self._n, now.n_cpus)
