@@ -7,8 +7,9 @@ from time import thread_time
 
 import pytest
 
+from bench import clocks as module
 from bench import profile
-from bench.clocks import Clocks
+from bench.clocks import WAIT, Clocks
 
 
 @pytest.mark.slow
@@ -39,3 +40,26 @@ def test_time_within_another_part_counts_for_the_inner_one() -> None:
     inner()
     assert 0.055e9 < clocks.spent["inner"] < 0.09e9
     assert 0.015e9 < clocks.spent["outer"] < 0.04e9
+
+
+def test_wait_is_the_time_between_two_steps_in_which_the_thread_did_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks, wall, cpu = Clocks(), 0, 0
+    monkeypatch.setattr(module, "perf_counter_ns", lambda: wall)
+    monkeypatch.setattr(module, "thread_time_ns", lambda: cpu)
+
+    def run(ns: int, *, waits: int = 0) -> None:
+        nonlocal wall, cpu
+        wall, cpu = wall + ns + waits, cpu + ns
+
+    step, idle = clocks.between(lambda: run(100, waits=50)), clocks.idling(lambda: run(0, waits=1000))
+    step()
+    run(7, waits=30)
+    step()
+    run(7, waits=4)
+    step()
+    assert clocks.spent[WAIT] == 34
+    idle()
+    step()
+    assert clocks.spent[WAIT] == 34, "nothing was to be computed"
