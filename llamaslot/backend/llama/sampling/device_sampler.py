@@ -8,6 +8,7 @@ same parameters brings only its state: the random numbers drawn so far, and the 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import llama_cpp
 import numpy as np
 from msgspec.structs import replace
 
-from llamaslot.backend.llama.sampling.candidates import Candidates, Logits
+from llamaslot.backend.llama.sampling.candidates import Candidates, Logits, highest
 from llamaslot.backend.llama.sampling.penalties import penalty_window
 from llamaslot.backend.llama.sampling.sampler import (
     SEED_MASK,
@@ -109,6 +110,13 @@ class ChainSpec:
             window=window if "penalties" in names else 0,
         )
 
+    @property
+    def n_best(self) -> int:
+        """Number of the best tokens after which the first sampler drops the others; 0 if it keeps all."""
+        if self.biases or self.names[0] == "penalties":
+            return 0
+        return int(self.samplers[0][1]) if self.names[0] == "top_k" else 1
+
     def make(self, n_vocab: int, seed: int) -> Any:
         """Return a new chain of llama.cpp's samplers."""
         lib = llama_cpp
@@ -167,12 +175,17 @@ class DeviceSampler:
         self.leave()
         if not np.isfinite(logits.max()):
             return NO_TOKEN
-        candidates = Candidates(np.arange(len(logits)), logits)
+        found = highest(logits, self.spec.n_best) if self.spec.n_best else None
+        candidates = (
+            Candidates(np.arange(len(logits)), logits) if found is None else Candidates(found, logits[found])
+        )
         llama_cpp.llama_sampler_apply(self._host_chain, ctypes.byref(candidates.array))
         selected = candidates.array.selected
-        token = int(candidates.array.data[selected].id) if selected >= 0 else NO_TOKEN
-        if token >= 0:
-            self.accept(token)
+        # Without a probability if biases rule out all tokens: llama.cpp then selects the last one.
+        if selected < 0 or math.isnan(candidates.array.data[selected].p):
+            return NO_TOKEN
+        token = int(candidates.array.data[selected].id)
+        self.accept(token)
         return token
 
     def accept(self, token: int) -> None:
