@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -290,6 +291,30 @@ def test_a_sampler_goes_on_in_another_layout(tiny_model: Path) -> None:
     backend.close()
 
 
+@pytest.mark.cpu_only
+def test_prompts_of_several_lengths_draw_from_their_own_rows(tiny_model: Path) -> None:
+    """In a partitioned pool, llama.cpp computes them in several passes, and the outputs in another order."""
+    prompts = [[START] * n for n in (7, 1, 3, 12)]
+    drawn = []
+    for unified, on_device in itertools.product((True, False), repeat=2):
+        streams = Streams(tiny_model, n_ctx=1024, n_slots=len(prompts), unified=unified)
+        backend = streams.backend
+        backend.info = msgspec.structs.replace(backend.info, samples_on_device=on_device)
+        draws = [
+            (seq, backend.new_sampler(changed(DEFAULT, temperature=1.5, seed=seq), ids([])))
+            for seq in range(len(prompts))
+        ]
+        runs = [Run(seq, 0, ids(prompt), 1) for seq, prompt in enumerate(prompts)]
+        assert backend.decode(runs, draws).status is Status.OK
+        tokens = [token for (token,) in backend.sample(draws)]
+        drawn.append((tokens, streams.step(draws, tokens)))
+        assert backend.stats.n_device_sampled == on_device * 2 * len(prompts)
+        for _, sampler in draws:
+            sampler.close()
+        backend.close()
+    assert all(each == drawn[0] for each in drawn)
+
+
 def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:
     greedy = streams.text(GREEDY, 6)
     sampled = streams.text(changed(DEFAULT, seed=2), 6)
@@ -400,6 +425,12 @@ REFUSED = {
     "XTC": changed(DEFAULT, xtc_probability=0.5),
     "min-p near 1": changed(DEFAULT, min_p=1.0),
     "min-p beside a large bias": changed(DEFAULT, logit_bias={5: 1e8}),
+    "min-p after a low temperature": changed(
+        DEFAULT, samplers=("top_k", "temperature", "min_p"), temperature=1e-6, min_p=0.9
+    ),
+    "min-p beside a bias, after a temperature": changed(
+        DEFAULT, samplers=("top_k", "temperature", "min_p"), temperature=0.01, logit_bias={5: 5e3}
+    ),
     "DRY": changed(DEFAULT, dry_multiplier=0.8),
     "Mirostat": changed(DEFAULT, mirostat=2),
     "adaptive-p": changed(DEFAULT, samplers=("top_k", "adaptive_p")),
@@ -484,6 +515,18 @@ def test_greedy_takes_the_first_of_equal_logits_and_reports_invalid_ones(streams
         sampling = changed(base, logit_bias=nothing)
         assert streams.text(sampling, 1) == [-1]
         assert streams.text(sampling, 1, sampler=on_host(streams.sampler(sampling))) == [-1]
+
+
+def test_low_temperatures_and_large_biases_leave_logits_finite(streams: Streams) -> None:
+    best = int(streams.logits.argmax())
+    for sampling, expected in (
+        (changed(TOP_K, temperature=1e-39), best),
+        (changed(DEFAULT, temperature=1e-45), best),
+        (changed(TOP_K, temperature=1e-6, logit_bias={5: 1e38}), 5),
+    ):
+        assert streams.text(sampling, 1) == [expected]
+        assert streams.text(sampling, 1, sampler=on_host(streams.sampler(sampling))) == [expected]
+        assert streams.text(sampling, 1, sampler=streams.backend._host_sampler(sampling, ids([]))) == [expected]
 
 
 @pytest.mark.parametrize(("times", "is_faster"), [((2, 1, 2, 1), True), ((2, 1, 1, 2), False), ((1, 2), False)])

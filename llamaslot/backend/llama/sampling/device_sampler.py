@@ -38,8 +38,10 @@ _MAX_TOP_K = 1024
 _MAX_WINDOW = 1024
 """Largest window of the penalties: its tokens are sorted and copied to the device at each step."""
 _MAX_MIN_P = 0.99
-_MAX_BIAS = 1e4
-"""Min-p keeps logits above the highest plus its logarithm. Near 1, or of larger logits, rounding leaves none."""
+_LARGEST_OF_MODELS, _MAX_LOGIT = 100.0, 1e4
+"""The largest logit without a bias, and for min-p. That keeps logits above the highest plus its own logarithm: near
+1, or of larger logits, rounding leaves none.
+"""
 _ROWS_OF_A_CHAIN = 16
 """Memory that a chain may add to the graph, in rows of logits; 11 were measured, with penalties."""
 _SUPPORTED = frozenset({"penalties", "top_k", "top_p", "min_p", "temperature", "dist"})
@@ -95,8 +97,12 @@ class ChainSpec:
         # llama.cpp aborts at a token that is not in the vocabulary.
         if any(not 0 <= token < n_vocab for token in biases):
             return None
-        if "min_p" in names and (sampling.min_p > _MAX_MIN_P or max(biases.values(), default=0.0) > _MAX_BIAS):
-            return None
+        if "min_p" in names:
+            largest = max((_LARGEST_OF_MODELS, *biases.values()))
+            if "temperature" in names[: names.index("min_p")]:
+                largest /= sampling.temperature
+            if sampling.min_p > _MAX_MIN_P or largest > _MAX_LOGIT:
+                return None
         # What has no effect is the same in all chains. At a temperature of 0 only the best token is left.
         temperature = max(sampling.temperature, 0.0)
         sampling = replace(sampling, temperature=temperature, dynatemp_range=0.0, dynatemp_exponent=1.0, min_keep=0)

@@ -34,8 +34,8 @@ from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.tokens import Tokens
 
-_MAX_BIAS = 1e38
-"""A third of the largest float32."""
+_MAX_BIAS, _MIN_TEMPERATURE = 1e30, 1e-6
+"""Divided by the temperature a logit must stay a finite float32: of infinite ones llama.cpp chooses the last."""
 SEED_MASK = 0xFFFFFFFF
 """llama.cpp's seeds are 32-bit numbers."""
 _MIROSTAT_TOKENS = 100
@@ -301,6 +301,7 @@ class Chain:
 def constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]:
     """Return the constructor and arguments of each of llama.cpp's samplers."""
     seed, min_keep = sampling.seed & SEED_MASK, sampling.min_keep
+    temperature = max(sampling.temperature, _MIN_TEMPERATURE) if sampling.temperature > 0 else sampling.temperature
     tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
     # With Mirostat the temperature is not dynamic.
     spread = 0.0 if sampling.mirostat else sampling.dynatemp_range
@@ -312,7 +313,7 @@ def constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]
         "top_p": (lib.llama_sampler_init_top_p, sampling.top_p, min_keep),
         "min_p": (lib.llama_sampler_init_min_p, sampling.min_p, min_keep),
         "xtc": (lib.llama_sampler_init_xtc, sampling.xtc_probability, sampling.xtc_threshold, min_keep, seed),
-        "temperature": (lib.llama_sampler_init_temp_ext, sampling.temperature, spread, sampling.dynatemp_exponent),
+        "temperature": (lib.llama_sampler_init_temp_ext, temperature, spread, sampling.dynatemp_exponent),
         "mirostat_1": (lib.llama_sampler_init_mirostat, n_vocab, seed, tau, eta, _MIROSTAT_TOKENS),
         "mirostat_2": (lib.llama_sampler_init_mirostat_v2, seed, tau, eta),
         "adaptive_p": (lib.llama_sampler_init_adaptive_p, sampling.adaptive_target, sampling.adaptive_decay, seed),
