@@ -99,11 +99,15 @@ def _built(
     has_ui: bool = False,
 ) -> Path:
     folders = library_folders()
-    binary = _cache() / f"{name}-{_key(folders, flags)}"
+    binary, without_flags = (_cache() / f"{name}-{_key(folders, each)}" for each in (flags, ()))
     if not binary.is_file():
         source = llama_cpp_source()
+        files = sorted(file for pattern in patterns for file in source.glob(pattern))
+        if not files and without_flags.is_file():
+            # On a machine without a network. What the flags are for, such as child servers, is not measured.
+            notes.print(f"{without_flags.name} was built by an earlier version")
+            return without_flags
         with tempfile.TemporaryDirectory(dir=_cache()) as work:
-            files = sorted(file for pattern in patterns for file in source.glob(pattern))
             files += [_no_ui(source, Path(work))] if has_ui else []
             paths = [Path(work), *(source / path for path in (*INCLUDES, *includes))]
             objects = _compile(name, files, [*flags, *(f"-I{path}" for path in paths)], Path(work))
@@ -124,8 +128,11 @@ def library_folders() -> list[Path]:
 
 
 def _key(folders: list[Path], flags: Sequence[str]) -> str:
-    """A digest of the libraries' content and path (the binary holds their path), and of the compiler's flags."""
-    digest = hashlib.sha256(repr((folders, flags)).encode())
+    """A digest of the libraries' content and path (the binary holds their path), and of the compiler's flags.
+
+    Without flags it must not change: binaries that are brought to machines without a network are named by it.
+    """
+    digest = hashlib.sha256(repr((folders, flags) if flags else folders).encode())
     for library in sorted(path for folder in folders for path in folder.glob("lib*") if path.is_file()):
         digest.update(library.name.encode() + library.stat().st_size.to_bytes(8))
         if library.name.startswith(("libllama", "libggml-base")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -192,6 +193,28 @@ def test_other_flags_of_the_compiler_are_another_build(tmp_path: Path, monkeypat
     assert build.has_llama_server()
     monkeypatch.setattr(build, "SERVER_FLAGS", (*build.SERVER_FLAGS, "-DMORE"))
     assert not build.has_llama_server()
+
+
+def test_tools_that_were_brought_to_a_machine_without_a_network_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for GPUs have the names that a version had which did not know the flags."""
+    libraries = tmp_path / "lib"
+    libraries.mkdir()
+    (libraries / "libllama.so").write_bytes(b"code")
+    size = (4).to_bytes(8)
+    digest = hashlib.sha256(repr([libraries]).encode() + b"libllama.so" + size + b"code").hexdigest()[:12]
+    monkeypatch.setattr(build, "library_folders", lambda: [libraries])
+    monkeypatch.setattr(build, "_cache", lambda: tmp_path)
+    monkeypatch.setattr(build, "_check_same", lambda _: None)
+    monkeypatch.setattr(build, "_run", lambda _: pytest.fail("nothing can be compiled"))
+    (tmp_path / f"llama.cpp-{build.version(build.PACKAGE)}").mkdir()
+    for name, found in (
+        ("llama-server", build.llama_server.__wrapped__),
+        ("llama-batched-bench", build.batched_bench),
+    ):
+        (tmp_path / f"{name}-{digest}").touch()
+        assert found().name == f"{name}-{digest}"
 
 
 def test_the_engine_and_its_peer_take_turns(
