@@ -35,6 +35,33 @@ _HARMLESS = ("possible training context overflow",)
 _NO_GPU = re.compile(r"ggml_cuda_init: failed to initialize \w+: ")
 """Logged if no GPU can be used. An error, unless GPUs are hidden from this process on purpose."""
 
+_OBJECT, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ggml_blck_size": (ctypes.c_int64, ctypes.c_int),
+    "ggml_type_size": (_SIZE, ctypes.c_int),
+    "ggml_backend_reg_count": (_SIZE,),
+    "ggml_backend_reg_get": (_OBJECT, _SIZE),
+    "ggml_backend_reg_name": (_TEXT, _OBJECT),
+    "ggml_backend_dev_count": (_SIZE,),
+    "ggml_backend_dev_get": (_OBJECT, _SIZE),
+    "ggml_backend_dev_type": (ctypes.c_int, _OBJECT),
+    "ggml_backend_dev_name": (_TEXT, _OBJECT),
+    "ggml_backend_dev_description": (_TEXT, _OBJECT),
+    "ggml_backend_dev_memory": (None, _OBJECT, *[ctypes.POINTER(_SIZE)] * 2),
+    "ggml_backend_dev_buffer_type": (_OBJECT, _OBJECT),
+    "ggml_backend_dev_host_buffer_type": (_OBJECT, _OBJECT),
+    "ggml_backend_buft_name": (_TEXT, _OBJECT),
+    "ggml_backend_buft_alloc_buffer": (_OBJECT, _OBJECT, _SIZE),
+    "ggml_backend_buffer_get_type": (_OBJECT, _OBJECT),
+    "ggml_backend_buffer_get_base": (_OBJECT, _OBJECT),
+    "ggml_backend_buffer_free": (None, _OBJECT),
+}
+"""Types of the result and the arguments of ggml's functions, which llama_cpp does not declare."""
+
+for _name, (_result, *_arguments) in _SIGNATURES.items():
+    _function = getattr(libggml, _name)
+    _function.restype, _function.argtypes = _result, _arguments
+
 _recent: deque[str] = deque(maxlen=1000)
 _errors: deque[str] = deque(maxlen=20)
 _watching: list[bool] = []
@@ -115,8 +142,6 @@ def number(model: Any, key: str) -> int:
 
 def row_bytes(kind: int, width: int) -> int:
     """Return the bytes of a row of `width` elements of a ggml type, in whole blocks."""
-    libggml.ggml_blck_size.restype = ctypes.c_int64
-    libggml.ggml_type_size.restype = ctypes.c_size_t
     return int(-(-width // libggml.ggml_blck_size(kind)) * libggml.ggml_type_size(kind))
 
 
@@ -127,11 +152,6 @@ def flags() -> str:
 
 def backends() -> tuple[str, ...]:
     """Return the names of the backends that were compiled in, or found by ggml."""
-    libggml.ggml_backend_reg_count.restype = ctypes.c_size_t
-    libggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
-    libggml.ggml_backend_reg_get.restype = ctypes.c_void_p
-    libggml.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_reg_name.restype = ctypes.c_char_p
     found = (libggml.ggml_backend_reg_get(i) for i in range(libggml.ggml_backend_reg_count()))
     return tuple(libggml.ggml_backend_reg_name(each).decode(errors="replace") for each in found)
 
@@ -162,16 +182,6 @@ def device_used(used: Sequence[Device]) -> str:
 
 def devices() -> list[Device]:
     """Return all devices, including the CPU."""
-    libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    libggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_type.restype = ctypes.c_int
-    for function in (libggml.ggml_backend_dev_name, libggml.ggml_backend_dev_description):
-        function.argtypes = [ctypes.c_void_p]
-        function.restype = ctypes.c_char_p
-    libggml.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2]
-    libggml.ggml_backend_dev_memory.restype = None
     found = []
     for i in range(libggml.ggml_backend_dev_count()):
         device = libggml.ggml_backend_dev_get(i)
@@ -186,10 +196,6 @@ def devices() -> list[Device]:
 
 def buffer_types() -> dict[str, int]:
     """Return ggml's types of memory in which weights may be, one for each device, by their names."""
-    libggml.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
-    libggml.ggml_backend_buft_name.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_buft_name.restype = ctypes.c_char_p
     kinds = (libggml.ggml_backend_dev_buffer_type(device.handle) for device in devices())
     return {libggml.ggml_backend_buft_name(kind).decode(errors="replace"): kind for kind in kinds if kind}
 
@@ -206,14 +212,9 @@ def page_locked_allocator() -> Callable[[int], int | None] | None:
 
     That is so on a CPU, and where GPU and host share their memory.
     """
-    libggml.ggml_backend_dev_host_buffer_type.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_dev_host_buffer_type.restype = ctypes.c_void_p
-    for i, device in enumerate(devices()):
-        if device.kind == GPU:
-            kind = libggml.ggml_backend_dev_host_buffer_type(libggml.ggml_backend_dev_get(i))
-            if kind:
-                return buffer_allocator(kind)
-    return None
+    kinds = (libggml.ggml_backend_dev_host_buffer_type(each.handle) for each in devices() if each.kind == GPU)
+    kind = next(filter(None, kinds), None)
+    return buffer_allocator(kind) if kind is not None else None
 
 
 def buffer_allocator(kind: int) -> Callable[[int], int | None]:
@@ -221,14 +222,6 @@ def buffer_allocator(kind: int) -> Callable[[int], int | None]:
 
     The buffers are never freed.
     """
-    for function in (libggml.ggml_backend_buft_alloc_buffer, libggml.ggml_backend_buffer_get_type):
-        function.restype = ctypes.c_void_p
-    libggml.ggml_backend_buft_alloc_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    for function in (libggml.ggml_backend_buffer_get_type, libggml.ggml_backend_buffer_get_base):
-        function.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_buffer_get_base.restype = ctypes.c_void_p
-    libggml.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_buffer_free.restype = None
 
     def allocate(n_bytes: int) -> int | None:
         buffer = libggml.ggml_backend_buft_alloc_buffer(kind, n_bytes)
