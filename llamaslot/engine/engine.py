@@ -152,7 +152,7 @@ class Engine:
         """Requests that have not had their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._has_commands = False
-        """True if the inbox has more than what only reads."""
+        """True if the inbox has an action for which a measurement of costs is stopped."""
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = self._is_closed = self._is_checked = False
@@ -176,13 +176,12 @@ class Engine:
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.completion_id))
             case commands.Query(query_id, body):
-                is_read = isinstance(body, commands.ReadOnlyQuery)
-                self._post(lambda: self._answer(body, partial(self._reply, query_id)), is_read=is_read)
+                interrupts = not isinstance(body, commands.ReadOnlyQuery)
+                self._post(lambda: self._answer(body, partial(self._reply, query_id)), interrupts=interrupts)
             case commands.Unload(is_urgent):
-                # What only reads stops no measurement.
-                self._post(lambda: self._ask_to_unload(is_urgent=is_urgent), is_read=not is_urgent)
+                self._post(lambda: self._ask_to_unload(is_urgent=is_urgent), interrupts=is_urgent)
             case commands.Load():
-                self._post(self._ask_to_load, is_read=True)
+                self._post(self._ask_to_load, interrupts=False)
             case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
                 self._disk.write_texts(records)
 
@@ -196,7 +195,7 @@ class Engine:
         reason = ""
         watching: asyncio.Task[None] | None = None
         if self._read_memory is not None:
-            wake = partial(self._post, lambda: None, is_read=True)
+            wake = partial(self._post, lambda: None, interrupts=False)
             memory = watch_memory(self._read_memory, self.scheduler.cache, wake, self._clock)
             watching = asyncio.create_task(memory, name="memory-watch")
         if self._remote is not None:
@@ -356,21 +355,18 @@ class Engine:
         scheduler.admission.is_held = self._self_test.holds_requests
         if self._stopping or scheduler.running or not self._self_test.is_due(is_waiting=bool(scheduler.queue)):
             return
-        # What was planned for the sequences is carried out first.
-        if operations := scheduler.cache.take_operations():
-            await self._worker.run(StepPlan(operations), self._commit)
-        # Not watched: how long it takes is not known, or it would not be pending.
-        self._watch.end()
+        await self._carry_out_operations()
         try:
-            tested = await self._self_test.run(
-                self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
-            )
+            # If it were known how long it takes, it would not be pending.
+            with self._watch.paused():
+                tested = await self._self_test.run(
+                    self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
+                )
         except NotSavedError:
             self._dropper.drop_resident()
             return
         finally:
             scheduler.admission.is_held = False
-            self._watch.begin()
         if tested is None:
             return
         allows_reuse = not self._self_test.why_not_reused
@@ -385,10 +381,9 @@ class Engine:
         scheduler, started = self.scheduler, self._clock()
         n_cells = scheduler.cache.cells.used
         await self._empty_pool()
-        # Not watched: how long llama.cpp takes to make a context is not known, as at load.
-        self._watch.end()
         try:
-            await self._worker.call(lambda: self._backend.set_layout(unified=unified))
+            with self._watch.paused():
+                await self._worker.call(lambda: self._backend.set_layout(unified=unified))
         except MemoryError as error:
             if unified:
                 # In parts, the request that is too long could not run. An engine that starts again is unified.
@@ -396,8 +391,6 @@ class Engine:
             scheduler.keeps_layout = True
             _log.warning("layout.kept", reason=str(error))
             return
-        finally:
-            self._watch.begin()
         scheduler.set_layout(self._backend.info, self._backend.n_seqs)
         seconds = round(self._clock() - started, 3)
         _log.info("layout.changed", unified=unified, cells=n_cells, seconds=seconds)
@@ -405,6 +398,10 @@ class Engine:
     async def _empty_pool(self) -> None:
         """Move all that the pool holds to RAM, as far as it fits."""
         self.scheduler.empty_pool(self._clock())
+        await self._carry_out_operations()
+
+    async def _carry_out_operations(self) -> None:
+        """Carry out what is planned for the sequences, without a decode."""
         if operations := self.scheduler.cache.take_operations():
             await self._worker.run(StepPlan(operations), self._commit)
 
@@ -444,10 +441,8 @@ class Engine:
         started, n_cells = self._clock(), self.scheduler.cache.cells.used
         if self._is_loaded and not self._needs_model:
             await self._empty_pool()
-            # Not watched: how long it takes to free the model is not known, nor to load it.
-            self._watch.end()
-            await self._worker.call(self._backend.unload)
-            self._watch.begin()
+            with self._watch.paused():
+                await self._worker.call(self._backend.unload)
             self._is_loaded = False
             _log.info("model.unloaded", cells=n_cells, seconds=round(self._clock() - started, 3))
         self._outbox.append(ModelLoaded(self._is_loaded))
@@ -460,15 +455,14 @@ class Engine:
             self._outbox.append(ModelLoaded(True))
             return
         started = self._clock()
-        self._watch.end()
         loading = asyncio.ensure_future(self._worker.call(lambda: self._backend.reload(lambda: self._stopping)))
         loading.add_done_callback(lambda _: self._wake.set())
-        while not loading.done():
-            self._take_inbox()
-            self._flush()
-            self._wake.clear()
-            await self._wake.wait()
-        self._watch.begin()
+        with self._watch.paused():
+            while not loading.done():
+                self._take_inbox()
+                self._flush()
+                self._wake.clear()
+                await self._wake.wait()
         try:
             loading.result()
         except ConfigError as error:
@@ -545,10 +539,10 @@ class Engine:
         if background is not None:
             self._cancel(background.id)
 
-    def _post(self, action: Callable[[], None], *, is_read: bool = False) -> None:
-        """Have an action done between two steps; one that only reads stops no measurement."""
+    def _post(self, action: Callable[[], None], *, interrupts: bool = True) -> None:
+        """Have an action done between two steps; a measurement of costs is stopped for it if it `interrupts`."""
         self._inbox.append(action)
-        self._has_commands = self._has_commands or not is_read
+        self._has_commands |= interrupts
         self._wake.set()
 
     def _take_inbox(self) -> None:

@@ -13,8 +13,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
 from llamaslot.base.backend import Backend
@@ -143,6 +144,15 @@ class StepWatch:
     def end(self) -> None:
         """Record that no step is in progress."""
         self._deadline = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing during work between two steps of which it is not known how long it takes."""
+        self.end()
+        try:
+            yield
+        finally:
+            self.begin()
 
     @property
     def is_overdue(self) -> bool:

@@ -43,6 +43,18 @@ def test_nothing_is_overdue_between_steps_or_without_a_limit() -> None:
     assert not unlimited.is_overdue
 
 
+def test_nothing_is_overdue_during_a_pause_after_which_watching_goes_on() -> None:
+    clock = Clock()
+    watch = StepWatch(60, clock=clock)
+    watch.begin()
+    with watch.paused():
+        clock.now += 10**6
+        assert not watch.is_overdue
+    assert not watch.is_overdue
+    clock.now += 61
+    assert watch.is_overdue
+
+
 class Threads:
     """Accounts of a process with one thread, which runs or waits as a test says."""
 
