@@ -58,8 +58,7 @@ STREAMS = (1, 8, 32)
 DECODE_TOKENS = 128
 CONTEXT = 16_384
 REPEATS = 2
-SAMPLED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-SAMPLINGS: Mapping[str, Mapping[str, float]] = {"greedy": GREEDY, "sampled": SAMPLED}
+SAMPLINGS: Mapping[str, Mapping[str, float]] = {"greedy": GREEDY, "sampled": speculate.SAMPLED}
 BATCHED_BENCH = "llama-batched-bench"
 DEVICE_SAMPLED = "llamaslot_device_sampled_tokens_total"
 """A metric of llamaslot."""
@@ -222,7 +221,7 @@ async def _measure_servers(task: Task, servers: Sequence[ServerSetup]) -> None:
         async with serving(server.command(task.common()), log=task.log) as process:
             run = WorkloadRun(process, tokens, words)
             # The first steps of a size build graphs.
-            await _decode_rate(run, max(STREAMS), SAMPLED)
+            await _decode_rate(run, max(STREAMS), speculate.SAMPLED)
             for kind, sampling in SAMPLINGS.items():
                 for n in STREAMS:
                     rates = [await _decode_rate(run, n, sampling) for _ in range(REPEATS)]
