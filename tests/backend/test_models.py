@@ -17,7 +17,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, loading
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, loading, model_info
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
@@ -151,15 +151,19 @@ def test_sampling_that_the_file_recommends_is_read(tiny_model: Path, monkeypatch
     with loaded(tiny_model) as backend:
         assert backend.info.sampling == {}
         monkeypatch.setattr(library, "metadata", lambda _, key: values.get(key.rpartition(".")[2], ""))
-        assert loading.sampling_defaults(backend._model) == {"temperature": 0.5, "top_k": 20, "repeat_last_n": -1}
+        assert model_info.sampling_defaults(backend._model) == {
+            "temperature": 0.5,
+            "top_k": 20,
+            "repeat_last_n": -1,
+        }
         values = {"xtc_probability": "1", "mirostat": "2", "mirostat_tau": "4.5"}
-        assert loading.sampling_defaults(backend._model) == {
+        assert model_info.sampling_defaults(backend._model) == {
             "xtc_probability": 1.0, "mirostat": 2, "mirostat_tau": 4.5,
         }  # fmt: skip
         values = {"xtc_probability": "1.1", "mirostat": "3", "mirostat_tau": "inf", "mirostat_eta": "-1"}
         out_of_bounds = {"temp": "-1", "top_k": str(2**33), "top_p": "5", "min_p": "-0.1", "penalty_repeat": "0"}
         values |= out_of_bounds | {"penalty_last_n": "-2"}
-        assert loading.sampling_defaults(backend._model) == {}
+        assert model_info.sampling_defaults(backend._model) == {}
 
 
 def test_the_description_says_how_large_the_model_is(tiny_model: Path) -> None:
@@ -171,12 +175,12 @@ def test_the_description_says_how_large_the_model_is(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v7", "gemma", "phi3"])
 def test_the_built_in_template_that_fits_a_source_is_named(name: str) -> None:
-    assert loading.builtin_template(resolve(name)) == name
+    assert model_info.builtin_template(resolve(name)) == name
 
 
 @pytest.mark.parametrize("source", ["", "{{ messages[0].content }}"])
 def test_no_built_in_template_is_named_where_none_fits(source: str) -> None:
-    assert loading.builtin_template(source) == ""
+    assert model_info.builtin_template(source) == ""
 
 
 def test_weights_are_mapped_read_or_locked(tiny_model: Path) -> None:

@@ -17,7 +17,16 @@ import structlog
 from llamaslot.backend import page_locked
 from llamaslot.backend.constraints import Compiled, ConstraintCompiler
 from llamaslot.backend.host import host_cpus, host_memory, trim_heap
-from llamaslot.backend.llama import capabilities, costs, library, loading, self_test, sizing
+from llamaslot.backend.llama import (
+    capabilities,
+    costs,
+    first_steps,
+    library,
+    loading,
+    model_info,
+    self_test,
+    sizing,
+)
 from llamaslot.backend.llama.costs import DisturbedError, Measurements, Quiet, StoppedError
 from llamaslot.backend.llama.loading import Context, LlamaSettings, LoadingStopped, sequences
 from llamaslot.backend.llama.operations import KvOperations
@@ -28,7 +37,7 @@ from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base import kv_ops
-from llamaslot.base.adapters import Adapters, applied
+from llamaslot.base.adapters import Adapters
 from llamaslot.base.backend import (
     CompiledConstraint,
     Decoded,
@@ -45,17 +54,7 @@ from llamaslot.base.files import parts
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.images import ImageLayout, ImageSize, Tile
-from llamaslot.base.model import (
-    CPU,
-    NOT_YET,
-    QUERY_BLOCK,
-    CheckpointSize,
-    ModelFile,
-    ModelInfo,
-    ProjectorInfo,
-    SegmentSize,
-    StateKind,
-)
+from llamaslot.base.model import CPU, NOT_YET, QUERY_BLOCK, ModelFile, ModelInfo, ProjectorInfo
 from llamaslot.base.stats import BackendStats
 from llamaslot.base.tokens import Tokens
 
@@ -87,44 +86,9 @@ class LlamaBackend:
         self._settings = settings
         self._n_threads = settings.n_threads or host_cpus().n_threads
         # On a GPU few threads have something to do, and reading the CPU times would only delay its steps.
-        chooses = library.device_used(loading.gpus(settings)) == CPU and not (
-            settings.n_threads or settings.n_threads_batch
-        )
+        is_on_cpu = library.device_used(loading.gpus(settings)) == CPU
+        chooses = is_on_cpu and not (settings.n_threads or settings.n_threads_batch)
         self._threads = StepThreads(self._n_threads) if chooses else None
-        # `ModelInfo.kv_files`, in the version that is loaded next.
-        files = _files(settings)
-        self._model, n_mapped = loading.load_model(settings, on_progress)
-        try:
-            # Before the pool, which gets what memory they leave.
-            self._adapters, adapters = loading.load_adapters(self._model, settings)
-            projector = self._first_projector()
-            settings = self._settings = loading.for_vectors(self._model, self._settings)
-            n_cache_seqs, n_seqs = self._sequences()
-            # Other threads may use the vocabulary while the model is unloaded.
-            self.vocab = (
-                LlamaVocab.load(settings.model, settings.overrides)
-                if settings.may_unload
-                else LlamaVocab(self._model, settings.overrides)
-            )
-            n_ctx, n_rollback, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
-            settings = self._settings = replace(settings, n_rollback=n_rollback)
-            made = loading.make_context(
-                self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads
-            )
-        except ConfigError:
-            self._free_model()
-            raise
-        self._chains = DeviceChains(self.vocab.n_tokens, partial(sizing.free_bytes, settings))
-        self._use(made)
-        self._breakers = BreakerIndex(self.vocab)
-        eog = tuple(sorted(self.vocab.eog, key=lambda token: (token != self.vocab.eos, token)))
-        tokenizer = ConstraintTokenizer(self.vocab)
-        self._constraints = ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=self.vocab.n_tokens, eog=eog)
-        self.info = self._describe(
-            settings, made, n_cache_seqs, sizing=size, kv_files=files, adapters=adapters, projector=projector
-        )
-        self._batch = Batch(self.info.n_ubatch)
-        self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._rows: dict[int, tuple[int, list[int]]] = {}
         """First batch row to sample from, and the drafted tokens, by sequence."""
         self._targets: dict[int, tuple[int, Tokens]] = {}
@@ -135,6 +99,18 @@ class LlamaBackend:
         """Those measured so far while others are pending, by the names of `Measurements`' fields."""
         self._is_slow: bool | None = None
         """True if the model is too slow to be measured; None until that is known."""
+        # `ModelInfo.kv_files`, in the version that is loaded next.
+        kv_files = model_info.kv_files(settings)
+        self._model, n_mapped = loading.load_model(settings, on_progress)
+        try:
+            self.info = self._made_ready(kv_files, n_mapped)
+        except ConfigError:
+            self._free_model()
+            raise
+        self._batch = Batch(self.info.n_ubatch)
+        self._kv = KvOperations(self._context, self.info, self.n_seqs)
+        self._breakers = BreakerIndex(self.vocab)
+        self._constraints = _constraint_compiler(self.vocab)
         try:
             self._warm_up()
             measured = self._measurements()
@@ -143,9 +119,43 @@ class LlamaBackend:
             raise
         self._set_measured(measured)
         if settings.may_partition and self._can_partition():
-            part = loading.part_cells(self._model, self._context, settings)
+            part = loading.part_cells(self._model, self._context, self._settings)
             self.info = msgspec.structs.replace(self.info, part_cells=part)
         trim_heap()
+
+    def _made_ready(self, kv_files: tuple[ModelFile, ...], n_mapped: int) -> ModelInfo:
+        """Load what belongs to the model, make the first context, and return the facts about them.
+
+        `n_mapped` bytes of the weights are mapped from the file. Raises `ConfigError`.
+        """
+        model = self._model
+        # Before the pool, which gets what memory they leave.
+        self._adapters, adapters = loading.load_adapters(model, self._settings)
+        projector = self._first_projector()
+        settings = self._settings = loading.for_vectors(model, self._settings)
+        n_cache_seqs, n_seqs = self._sequences()
+        # Other threads may use the vocabulary while the model is unloaded.
+        self.vocab = (
+            LlamaVocab.load(settings.model, settings.overrides)
+            if settings.may_unload
+            else LlamaVocab(model, settings.overrides)
+        )
+        n_ctx, n_rollback, sizing_line = sizing.choose(model, settings, n_seqs, n_mapped)
+        settings = self._settings = replace(settings, n_rollback=n_rollback)
+        made = loading.make_context(model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=self._n_threads)
+        self._chains = DeviceChains(self.vocab.n_tokens, partial(sizing.free_bytes, settings))
+        self._use(made)
+        return model_info.describe(
+            model,
+            made,
+            self.vocab,
+            settings,
+            n_cache_seqs=n_cache_seqs,
+            sizing=sizing_line,
+            kv_files=kv_files,
+            adapters=adapters,
+            projector=projector,
+        )
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Check and execute a KV operation."""
@@ -491,7 +501,7 @@ class LlamaBackend:
         try:
             # After it was read: it may have been changed until then. The library stays as it was loaded first.
             n = len(parts(settings.model))
-            if _files(settings)[:n] != self.info.kv_files[:n]:
+            if model_info.kv_files(settings)[:n] != self.info.kv_files[:n]:
                 raise RuntimeError(f"{settings.model} was changed since it was loaded first")
             self._adapters, adapters = loading.load_adapters(self._model, settings)
             if adapters != self.info.adapters:
@@ -594,64 +604,6 @@ class LlamaBackend:
             self._views[address] = view
         return view
 
-    def _describe(self, settings: LlamaSettings, made: Context, n_cache_seqs: int, **others: Any) -> ModelInfo:
-        model, context, vocab = self._model, self._context, self.vocab
-        n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
-        n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
-        n_ctx = llama_cpp.llama_n_ctx(context) if settings.unified else n_ctx_seq * settings.n_slots
-        reason = capabilities.why_not_reusable(model, made.caches)
-        state = capabilities.read(model, context, made.caches)
-        if settings.why_whole:
-            n_ctx = n_ctx_seq = llama_cpp.llama_n_ubatch(context)
-            reason = settings.why_whole
-            state = msgspec.structs.replace(state, can_trim=False)
-        template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
-        return ModelInfo(
-            name=library.metadata(model, "general.name") or settings.model.stem,
-            path=str(settings.model),
-            architecture=library.metadata(model, "general.architecture"),
-            description=_description(model),
-            n_params=llama_cpp.llama_model_n_params(model),
-            size_bytes=llama_cpp.llama_model_size(model),
-            n_vocab=vocab.n_tokens,
-            vocab_type=vocab.type,
-            n_embd=llama_cpp.llama_model_n_embd(model),
-            n_ctx_train=n_ctx_train,
-            n_ctx=n_ctx,
-            n_ctx_slot=min(n_ctx_seq, n_ctx_train) if n_ctx_train > 0 else n_ctx_seq,
-            n_slots=settings.n_slots,
-            n_cache_seqs=n_cache_seqs,
-            n_batch=llama_cpp.llama_n_batch(context),
-            n_ubatch=llama_cpp.llama_n_ubatch(context),
-            n_spare_rows=loading.spare_rows(model, settings, llama_cpp.llama_n_ubatch(context)),
-            unified=settings.unified,
-            context_ms=1e3 * made.seconds,
-            flash_attn=made.flash_attn,
-            kv_facts=loading.kv_facts(model, context, settings, flash_attn=made.flash_attn),
-            **others,
-            cache_type_k=settings.cache_type_k,
-            cache_type_v=settings.cache_type_v,
-            device=library.device_used(loading.gpus(settings)),
-            backends=library.backends(),
-            reuse_reason=reason,
-            state=state,
-            keeps_checkpoints=settings.checkpoints
-            and settings.unified
-            and self.n_seqs > settings.n_slots
-            and capabilities.has_partial_state(model, made.caches),
-            chat_template=template,
-            builtin_template=loading.builtin_template(template),
-            sampling=loading.sampling_defaults(model),
-            bos_token=vocab.text(vocab.bos),
-            eos_token=vocab.text(vocab.eos),
-            fim=vocab.fim,
-            adds_bos=vocab.adds_bos,
-            adds_eos=vocab.adds_eos,
-            control_tokens=vocab.control_tokens,
-            eog=tuple(sorted(vocab.eog)),
-            **loading.vector_facts(model, settings),
-        )
-
     def _can_partition(self) -> bool:
         """True if KV can be saved and loaded in both layouts, and the model needs no self-test in each."""
         info = self.info
@@ -668,12 +620,15 @@ class LlamaBackend:
         token = self._compute_once()
         if self.info.keeps_checkpoints:
             self._kv.partial.save_blanks(one=0, empty=1)
+        found: dict[str, Any] = {}
         if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
-            self._measure_sizes(token)
+            sizes = first_steps.state_sizes(self, self._kv, token)
+            found["segment_size"], found["checkpoint_size"] = sizes
         if self.info.adapters:
-            self._measure_switch(token)
+            found["adapter_switch_ms"] = first_steps.adapter_switch_ms(self, self._context, token)
         if self._settings.context_shift and not self.info.unshifted_reason:
-            self._test_shift(token)
+            found["shift_failure"] = first_steps.shift_failure(self, self._kv, token)
+        self.info = msgspec.structs.replace(self.info, **found)
         self._clear()
 
     def _compute_once(self) -> Tokens:
@@ -806,62 +761,6 @@ class LlamaBackend:
             # Operations that failed the self-test are refused from now on.
             self._kv = KvOperations(self._context, self.info, self.n_seqs)
 
-    def _measure_sizes(self, token: Tokens) -> None:
-        """Set the sizes of segments and checkpoints from those of one and two tokens. Sequence 0 holds one."""
-        info, kv = self.info, self._kv
-        segments, checkpoints = [], []
-        for n_tokens in (1, 2):
-            if n_tokens > 1:
-                self.decode([Run(seq=0, start=1, tokens=token, n_outputs=0)])
-            segments.append(kv.transfer.size(0, range(n_tokens)))
-            checkpoints.append(kv.partial.n_bytes(0))
-        segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))
-        self.info = msgspec.structs.replace(
-            info,
-            # Without flash attention V is transposed, and saving is too slow (fact 7). A recurrent model has no V.
-            segment_size=segment if info.flash_attn or info.state.kind is StateKind.RECURRENT else None,
-            checkpoint_size=CheckpointSize(checkpoint.fixed, checkpoint.per_token, info.state.n_swa)
-            if info.keeps_checkpoints
-            else None,
-        )
-
-    def _measure_switch(self, token: Tokens) -> None:
-        """Set `adapter_switch_ms`, from steps with all adapters and steps with none.
-
-        llama.cpp ends the process if there is no memory for its graphs, so that had better happen now.
-        """
-        everything = applied(self.info.adapters, [1.0] * len(self.info.adapters))
-        more_ms = []
-        for adapters in (everything, (), everything, ()):
-            self.use_adapters(adapters)
-            ms = []
-            for _ in range(2):
-                for seq in range(self.info.n_slots):
-                    self.change(kv_ops.Remove(seq, 0))
-                started = perf_counter()
-                self.decode([Run(seq, 0, token, n_outputs=1) for seq in range(self.info.n_slots)])
-                llama_cpp.llama_synchronize(self._context)
-                ms.append(1e3 * (perf_counter() - started))
-            more_ms.append(max(ms[0] - ms[1], 0.0))
-        # The first two changes also touch memory for the first time.
-        self.info = msgspec.structs.replace(self.info, adapter_switch_ms=sum(more_ms[2:]) / 2)
-
-    def _test_shift(self, token: Tokens) -> None:
-        """Set `shift_failure` if moving tokens changes those that stay (fact 18), or that cannot be tested."""
-        info, kv = self.info, self._kv
-        if info.unified and self.n_seqs == info.n_slots:
-            failure = "no sequence id is left to test it, so lower --parallel"
-        else:
-            self._clear()
-            for position in range(3):
-                self.decode([Run(0, position, token, n_outputs=0)])
-            before = kv.transfer.save(0, range(1))
-            kv.change(kv_ops.Shift(0, 1, 2, copies=False))
-            self.decode([Run(0, 2, token, n_outputs=0)])
-            is_same = np.array_equal(before, kv.transfer.save(0, range(1)))
-            failure = "" if is_same else "llama.cpp would also change the KV that stays where it is (RoPE scaling)"
-        self.info = msgspec.structs.replace(info, shift_failure=failure)
-
     def _check_open(self) -> None:
         if self._closed or self._is_unloaded:
             raise kv_ops.IllegalCallError("the model is not loaded")
@@ -871,24 +770,17 @@ class LlamaBackend:
         kv_ops.check_seq(seq, self.n_seqs)
 
 
-def _files(settings: LlamaSettings) -> tuple[ModelFile, ...]:
-    """Return the files on which KV depends, as they are now: those of the model and of llama.cpp."""
-    return tuple(map(ModelFile.of, (*parts(settings.model), *library.paths())))
+def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:
+    tokenizer = ConstraintTokenizer(vocab)
+    # The token that is forced at a grammar's end comes first.
+    eog = tuple(sorted(vocab.eog, key=lambda token: (token != vocab.eos, token)))
+    return ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=vocab.n_tokens, eog=eog)
 
 
 def _status(code: int) -> Status:
     if code in (Status.OK, Status.NO_CELLS, Status.ABORTED, Status.INVALID):
         return Status(code)
     return Status.FATAL
-
-
-def _description(model: Any) -> str:
-    """Return architecture, size and element type, as in `llama 2.32M F16`. llama.cpp writes `?B` for most sizes."""
-    buffer = ctypes.create_string_buffer(256)
-    llama_cpp.llama_model_desc(model, buffer, len(buffer))
-    n_params = llama_cpp.llama_model_n_params(model)
-    divisor, unit = next((each for each in ((1e9, "B"), (1e6, "M")) if n_params >= each[0]), (1e3, "K"))
-    return buffer.value.decode(errors="replace").replace("?B", f"{n_params / divisor:.3g}{unit}")
 
 
 class Batch:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from llamaslot.backend.llama.capabilities import Caches
 from llamaslot.backend.llama.library import Device
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import MetadataValue, check_file, has_tensor, open_regular, read_adapter
-from llamaslot.base.model import QUERY_BLOCK, Adapter, ModelFile, Pooling, RerankFormat
+from llamaslot.base.model import QUERY_BLOCK, Adapter, ModelFile, Pooling
 
 _log = structlog.get_logger(__name__)
 
@@ -74,26 +73,6 @@ _POOLINGS: dict[int, Pooling] = {
     llama_cpp.LLAMA_POOLING_TYPE_LAST: "last",
     llama_cpp.LLAMA_POOLING_TYPE_RANK: "rank",
 }
-_INT32_MAX = 2**31 - 1
-_SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
-    "temp": ("temperature", float, 0, 100),
-    "top_k": ("top_k", int, 0, _INT32_MAX),
-    "top_p": ("top_p", float, 0, 1),
-    "min_p": ("min_p", float, 0, 1),
-    "penalty_last_n": ("repeat_last_n", int, -1, _INT32_MAX),
-    "penalty_repeat": ("repeat_penalty", float, 0.01, 100),
-    "xtc_probability": ("xtc_probability", float, 0, 1),
-    "xtc_threshold": ("xtc_threshold", float, 0, 1),
-    "mirostat": ("mirostat", int, 0, 2),
-    "mirostat_tau": ("mirostat_tau", float, 0, 100),
-    "mirostat_eta": ("mirostat_eta", float, 0, 100),
-}
-"""Fields of `Sampling` with their types and bounds, by the keys of GGUF files after `general.sampling.`.
-
-The order of the samplers (`sequence`) is not read.
-"""
-
-
 _MAX_SPARE_BYTES = 32 * 2**20
 """Most bytes of spare rows of logits: 55 rows of 151,936. Limited, because llama.cpp keeps the memory once it has
 used it.
@@ -592,30 +571,6 @@ def _has_head(model: Any, settings: LlamaSettings) -> bool:
     return found and llama_cpp.llama_model_n_cls_out(model) > 0
 
 
-def vector_facts(model: Any, settings: LlamaSettings) -> dict[str, Any]:
-    """Return the fields of `ModelInfo` about vectors and scores; empty for a server that generates text."""
-    if not settings.embeds:
-        return {}
-    facts: dict[str, Any] = {"pooling": settings.pooling, "embeds_whole": bool(settings.why_whole)}
-    if settings.pooling == "rank":
-        return facts | {"n_vector": llama_cpp.llama_model_n_cls_out(model), "rerank": _rerank_format(model)}
-    return facts | {"n_vector": llama_cpp.llama_model_n_embd_out(model)}
-
-
-def _rerank_format(model: Any) -> RerankFormat:
-    """Return the form of prompts that llama-server uses for a reranker (`format_prompt_rerank`)."""
-    if template := llama_cpp.llama_model_chat_template(model, b"rerank"):
-        return RerankFormat(template.decode(errors="replace"))
-    vocab = llama_cpp.llama_model_get_vocab(model)
-    eos = llama_cpp.llama_vocab_eos(vocab)
-    sep = llama_cpp.llama_vocab_sep(vocab)
-    ends = (eos if eos >= 0 else sep,) if llama_cpp.llama_vocab_get_add_eos(vocab) else ()
-    seps = (sep,) if llama_cpp.llama_vocab_get_add_sep(vocab) else ()
-    starts = (llama_cpp.llama_vocab_bos(vocab),) if llama_cpp.llama_vocab_get_add_bos(vocab) else ()
-    start, middle, end = (tuple(each for each in ids if each >= 0) for ids in (starts, ends + seps, ends))
-    return RerankFormat(start=start, middle=middle, end=end)
-
-
 def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Any:
     """Return llama.cpp's parameters for a context of `n_seqs` sequences with `n_ctx` cells for the slots."""
     params = llama_cpp.llama_context_default_params()
@@ -672,32 +627,6 @@ def logged_bytes(what: str, lines: Iterable[str]) -> int:
     return sum(round(float(found[1]) * 2**20) for line in lines if (found := pattern.search(line)))
 
 
-def sampling_defaults(model: Any) -> dict[str, int | float]:
-    """Return the fields of `Sampling` for which the model file recommends a value (`general.sampling.*`).
-
-    Values outside the bounds of request fields are ignored, because llama.cpp would use them unchecked.
-    """
-    found: dict[str, int | float] = {}
-    for key, (name, kind, low, high) in _SAMPLING_KEYS.items():
-        text = library.metadata(model, f"general.sampling.{key}")
-        try:
-            value = kind(text) if text else math.nan
-        except ValueError:
-            value = math.nan
-        if math.isfinite(value) and low <= value <= high:
-            found[name] = value
-    return found
-
-
-def builtin_template(source: str) -> str:
-    """Return the name of the built-in template that llama.cpp recognizes in a Jinja source; empty if none."""
-    names = (ctypes.c_char_p * 256)()
-    n = min(llama_cpp.llama_chat_builtin_templates(names, len(names)), len(names))
-    prompt = _prompt_by_builtin(source.encode())
-    fitting = (name for name in names[:n] if name and prompt and _prompt_by_builtin(name) == prompt)
-    return next(fitting, b"").decode()
-
-
 def _has_long_rope(model: Any, settings: LlamaSettings) -> bool:
     """True if RoPE factors may depend on the size of the context. Files of MiniCPM3 do not say so."""
     architecture = library.metadata(model, "general.architecture")
@@ -716,15 +645,6 @@ def _long_rope_start(model: Any, settings: LlamaSettings) -> int:
     """Return the size of a sequence's context above which a model with long RoPE uses other factors."""
     n_short = _scaling(model, settings, "original_context_length")
     return int(n_short) if n_short.isdecimal() else int(llama_cpp.llama_model_n_ctx_train(model))
-
-
-def _prompt_by_builtin(template: bytes) -> bytes:
-    """Render a conversation for which all built-in templates differ, by a template's name or Jinja source."""
-    roles = (b"system", b"user", b"assistant", b"user")
-    chat = (llama_cpp.llama_chat_message * len(roles))(*((role, b" " + role + b" ") for role in roles))
-    buffer = ctypes.create_string_buffer(4096)
-    n = llama_cpp.llama_chat_apply_template(template, chat, len(roles), True, buffer, len(buffer))
-    return buffer.raw[: max(n, 0)]
 
 
 def reason_of(errors: Any) -> str:
