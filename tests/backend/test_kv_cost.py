@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,9 @@ def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alon
     backend.close()
 
 
+@pytest.mark.parametrize("measure_at_load", [False, True])
 def test_a_slow_model_is_not_kept_from_serving_and_may_be_faster_after_another_start(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure_at_load: bool
 ) -> None:
     taken: list[int] = []
 
@@ -150,7 +152,8 @@ def test_a_slow_model_is_not_kept_from_serving_and_may_be_faster_after_another_s
         return 0.3 * len(taken)
 
     monkeypatch.setattr(costs, "_prefill", slow)
-    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512, measurements=tmp_path))
+    given = settings(tiny_model, n_ctx=4096, n_ubatch=512, measurements=tmp_path)
+    backend = LlamaBackend(replace(given, measure_at_load=measure_at_load))
     assert backend.measure_costs()
     assert not list(tmp_path.iterdir())
     assert taken == [1, 1, 4, 4], "a step of one token may be slow the first time, one of four is so twice"

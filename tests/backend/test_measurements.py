@@ -462,6 +462,18 @@ def test_the_result_of_the_self_test_is_kept_though_costs_were_disturbed(
     assert (again.info.self_test, again.info.kv_cost, n_measured) == ("passed", MEASURED.kv_cost, [0])
 
 
+def test_what_the_self_test_says_of_drafts_is_kept_with_costs_that_are_measured_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_measured: list[int]
+) -> None:
+    passed = self_test.SelfTestResult("passed", why_no_drafts="the state after them is another one")
+    monkeypatch.setattr(self_test, "run", lambda *_, **__: passed)
+    measured(settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True))
+    (file,) = tmp_path.iterdir()
+    kept = costs.read_kept(tmp_path, file.stem)
+    assert kept is not None
+    assert (kept.self_test, kept.has_costs) == (passed, True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["off", "failed"])
 def test_costs_that_are_measured_later_without_reuse_are_not_kept_for_starts_with_it(

@@ -97,6 +97,8 @@ class LlamaBackend:
         """Arrays over rows of logits by address, kept because llama.cpp uses the same few addresses again."""
         self._costs: dict[str, Any] = {}
         """Those measured so far while others are pending, by the names of `Measurements`' fields."""
+        self._measured = Measurements(has_costs=False)
+        """All that is known, by measurements or from an earlier start."""
         self._is_slow: bool | None = None
         """True if the model is too slow to be measured; None until that is known."""
         # `ModelInfo.kv_files`, in the version that is loaded next.
@@ -423,9 +425,7 @@ class LlamaBackend:
             result = self_test.SelfTestResult("failed", reason, is_lasting=False)
         if result.outcome == "pending":
             return False
-        info = self.info
-        known = info.kv_cost, info.step_cost, info.state_cost, info.samples_on_device
-        measured = Measurements(*known, result, has_costs=not info.costs_pending)
+        measured = msgspec.structs.replace(self._measured, self_test=result)
         self._keep(measured)
         self._set_measured(measured, is_later=True)
         trim_heap()
@@ -450,12 +450,10 @@ class LlamaBackend:
         self._rows, self._targets = {}, {}
         if measured is not None:
             self._set_costs(measured)
-            if self.info.self_test == "passed":
-                measured = msgspec.structs.replace(measured, self_test=self_test.SelfTestResult("passed"))
-            if self.info.self_test not in ("failed", "off") and not self._is_slow:
+            if self.info.self_test not in ("failed", "off"):
                 # Without reuse little is measured, so the result is not kept for a later start that may allow
-                # reuse. That a model is slow is not kept either: its weights may have been read from disk again.
-                self._keep(measured)
+                # reuse.
+                self._keep(self._measured)
             trim_heap()
         return measured is not None
 
@@ -669,6 +667,9 @@ class LlamaBackend:
         return measured
 
     def _keep(self, measured: Measurements) -> None:
+        if self._is_slow:
+            # A later start measures again: the weights may have been read from disk.
+            measured = Measurements(self_test=measured.self_test, has_costs=False)
         if folder := self._settings.measurements:
             costs.keep(folder, self._key(), measured.to_keep)
 
@@ -742,6 +743,8 @@ class LlamaBackend:
             self._chains.remove_all()
 
     def _set_costs(self, measured: Measurements) -> None:
+        """Set the measured costs in `info`; the result of the self-test stays."""
+        self._measured = msgspec.structs.replace(measured, self_test=self._measured.self_test)
         chosen = self._settings.backend_sampling
         on_device = bool(measured.samples_faster) if chosen is None else chosen and not self.info.pooling
         self.info = msgspec.structs.replace(self.info, **measured.costs, samples_on_device=on_device)
@@ -753,6 +756,7 @@ class LlamaBackend:
         because plans in progress may still save and truncate sequences.
         """
         result = measured.self_test
+        self._measured = measured
         self._set_costs(measured)
         if result is None:
             return
