@@ -21,8 +21,8 @@ from llamaslot import demo
 from llamaslot.backend import constraints as module
 from llamaslot.backend.constraints import ConstraintCompiler, Matcher, TokenMask
 from llamaslot.backend.llama.sampling.candidates import highest
+from llamaslot.backend.llama.sampling.host_sampler import HostSampler
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
-from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN
 from llamaslot.base.commands import Constraint
@@ -68,7 +68,7 @@ class Chooser:
         self._n = vocab.n_tokens
         settings = Sampling(**{"temperature": 0.0} | sampling)
         history = np.empty(0, dtype=np.int32)
-        self.sampler = LlamaSampler(
+        self.sampler = HostSampler(
             settings,
             history=history,
             n_ctx=512,

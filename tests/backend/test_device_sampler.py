@@ -21,7 +21,7 @@ from llguidance import LLMatcher
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
 from llamaslot.backend.llama.sampling import candidates, device_sampler
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceSampler
-from llamaslot.backend.llama.sampling.sampler import LlamaSampler
+from llamaslot.backend.llama.sampling.host_sampler import HostSampler
 from llamaslot.base.backend import Draws, Run, Sampler, Status
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
@@ -327,7 +327,7 @@ def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:
         (2, streams.sampler(changed(DEFAULT, seed=2))),
         (3, constrained),
     ]
-    assert isinstance(samplers[1][1], LlamaSampler)
+    assert isinstance(samplers[1][1], HostSampler)
     texts = [[START] for _ in samplers]
     for _ in range(6):
         for text, token in zip(texts, streams.step(samplers, [text[-1] for text in texts]), strict=True):
@@ -443,7 +443,7 @@ REFUSED = {
 @pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED)
 def test_what_the_device_cannot_do_is_done_on_the_host(streams: Streams, sampling: Sampling) -> None:
     sampler = streams.backend.new_sampler(sampling, ids([]))
-    assert isinstance(sampler, LlamaSampler)
+    assert isinstance(sampler, HostSampler)
     sampler.close()
 
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.sampling import candidates as llama_candidates
 from llamaslot.backend.llama.sampling.candidates import highest
+from llamaslot.backend.llama.sampling.host_sampler import HostSampler
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
-from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.base.backend import NO_TOKEN, Run, Status
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import IllegalCallError
@@ -239,9 +239,7 @@ def test_penalties_take_in_a_long_prompt_at_once() -> None:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        LlamaSampler(
-            sampling, history=history, n_ctx=32_768, n_vocab=N_VOCAB, eog=EOG, breakers=NO_BREAKERS
-        ).close()
+        HostSampler(sampling, history=history, n_ctx=32_768, n_vocab=N_VOCAB, eog=EOG, breakers=NO_BREAKERS).close()
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.015, "a call of llama.cpp for each token takes longer on any machine"
 
@@ -354,8 +352,8 @@ samplings = st.builds(
 )
 
 
-def sampler_of(sampling: Sampling, history: Sequence[int]) -> LlamaSampler:
-    return LlamaSampler(
+def sampler_of(sampling: Sampling, history: Sequence[int]) -> HostSampler:
+    return HostSampler(
         sampling, history=ids(history), n_ctx=N_CTX_SAMPLED, n_vocab=N_VOCAB, eog=EOG, breakers=NO_BREAKERS
     )
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.sampling import candidates as llama_candidates
+from llamaslot.backend.llama.sampling.host_sampler import HostSampler
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex, Dry
-from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.backend import NO_TOKEN
 from llamaslot.base.generation.sampling import SAMPLERS, Sampling, named_samplers
@@ -44,8 +44,8 @@ class Model:
     def tokens(self, text: str) -> list[int]:
         return self.vocab.tokenize(text, add_special=False, parse_special=False).tolist()
 
-    def sampler(self, sampling: Sampling, history: Sequence[int] = ()) -> LlamaSampler:
-        return LlamaSampler(
+    def sampler(self, sampling: Sampling, history: Sequence[int] = ()) -> HostSampler:
+        return HostSampler(
             sampling,
             history=np.array(history, dtype=np.int32),
             n_ctx=N_CTX,

@@ -32,8 +32,8 @@ from llamaslot.backend.llama.loading import Context, LlamaSettings, LoadingStopp
 from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceChains, DeviceSampler
+from llamaslot.backend.llama.sampling.host_sampler import HostSampler
 from llamaslot.backend.llama.sampling.penalties import BreakerIndex
-from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.threads import StepThreads
 from llamaslot.backend.llama.vocab import ConstraintTokenizer, LlamaVocab
 from llamaslot.base import kv_ops
@@ -339,7 +339,7 @@ class LlamaBackend:
 
     def new_sampler(
         self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
-    ) -> LlamaSampler | DeviceSampler:
+    ) -> HostSampler | DeviceSampler:
         """Create a sampler whose penalties take the tokens of `history` into account, but not those of images."""
         if not isinstance(constraint, Compiled | None):
             raise kv_ops.IllegalCallError("a foreign constraint")
@@ -357,10 +357,8 @@ class LlamaBackend:
             return None
         return DeviceSampler(spec, history=history, n_vocab=n_vocab, seed=sampling.seed)
 
-    def _host_sampler(
-        self, sampling: Sampling, history: Tokens, constraint: Compiled | None = None
-    ) -> LlamaSampler:
-        return LlamaSampler(
+    def _host_sampler(self, sampling: Sampling, history: Tokens, constraint: Compiled | None = None) -> HostSampler:
+        return HostSampler(
             sampling,
             history=history,
             n_ctx=self.info.n_ctx_slot,
@@ -374,7 +372,7 @@ class LlamaBackend:
         """Sample for each sequence id and its sampler: drafted tokens as far as it chooses them, and one more."""
         sampled: list[tuple[int, ...]] = []
         for seq, sampler in draws:
-            if not isinstance(sampler, LlamaSampler | DeviceSampler) or seq not in self._rows:
+            if not isinstance(sampler, HostSampler | DeviceSampler) or seq not in self._rows:
                 raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
             first, draft = self._rows[seq]
             if isinstance(sampler, DeviceSampler) and seq in self._chains.on_device:
@@ -385,7 +383,7 @@ class LlamaBackend:
             sampled.append(accepted(draft, self.vocab.eog, choose))
         return sampled
 
-    def _choose(self, sampler: LlamaSampler | DeviceSampler, first: int, row: int) -> int:
+    def _choose(self, sampler: HostSampler | DeviceSampler, first: int, row: int) -> int:
         return sampler.choose(self._logits(first + row))
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:

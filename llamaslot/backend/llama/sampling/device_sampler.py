@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from llamaslot.backend.llama.sampling.candidates import Candidates, Logits, highest
 from llamaslot.backend.llama.sampling.penalties import penalty_window
-from llamaslot.backend.llama.sampling.sampler import (
+from llamaslot.backend.llama.sampling.samplers import (
     SEED_MASK,
     active_samplers,
     bounded_biases,
