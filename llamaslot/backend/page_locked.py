@@ -34,7 +34,9 @@ _CHUNK_BYTES = 2**28
 """Room for three segments of 512 tokens of an 8B model. Larger states go to ordinary memory."""
 _MAX_BYTES = 2**31
 _MAX_FREE_FRACTION = 0.25
+"""Most that is page-locked, and as a fraction of the memory that is free when it is first used."""
 _ALIGNMENT = 4096
+"""Bytes of a page."""
 
 AllocateChunk: TypeAlias = Callable[[int], int | None]
 """Returns the address of so many bytes that are never freed; None if there are none."""

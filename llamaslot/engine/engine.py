@@ -79,6 +79,25 @@ class Engine:
     engine.
     """
 
+    _stopping = False
+    """True once `run` has been told to end."""
+    _is_closed = False
+    """True once nothing is written to disk any more."""
+    _is_checked = False
+    """True if the cache was compared with the backend since the last step (`debug_invariants`)."""
+    _is_loaded = True
+    _must_unload = _must_load = False
+    """True if the model is to be unloaded or loaded before the next plan."""
+    _is_urgent = False
+    """True if it is unloaded although a measurement is about to begin."""
+    _must_clear = False
+    """True if cells may hold infinite KV, although no sequence has them any more."""
+    _n_arrived = 0
+    _n_fatal = 0
+    """Requests that failed with `Status.FATAL` since a decode succeeded."""
+    has_hung_thread = False
+    """True if `run` has ended, but one of the threads has not: it still uses the disk."""
+
     def __init__(
         self,
         backend: Backend,
@@ -155,17 +174,6 @@ class Engine:
         """True if the inbox has an action for which a measurement of costs is stopped."""
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
-        self._stopping = self._is_closed = self._is_checked = False
-        self._is_loaded = True
-        self._must_unload = self._is_urgent = False
-        self._must_load = False
-        self._must_clear = False
-        """True if cells may hold infinite KV, although no sequence has them any more."""
-        self._n_arrived = 0
-        self._n_fatal = 0
-        """Requests that failed with `Status.FATAL` since a decode succeeded."""
-        self.has_hung_thread = False
-        """True if `run` has ended, but one of the threads has not: it still uses the disk."""
 
     def send(self, command: commands.EngineCommand) -> None:
         """Hand in a command; it takes effect between two steps."""

@@ -1,6 +1,6 @@
 """Facts about a model that only its first steps show, before it is used.
 
-Each of them computes copies of one `token`. Sequences are emptied afterwards.
+Each function computes copies of one `token`. The caller empties all sequences afterwards.
 """
 
 from __future__ import annotations

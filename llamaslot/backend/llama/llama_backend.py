@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _MAX_VIEWS = 1024
+"""Most arrays over rows of logits that are kept: more addresses than llama.cpp uses at any time."""
 
 
 class LlamaBackend:
@@ -105,7 +106,7 @@ class LlamaBackend:
         kv_files = model_info.kv_files(settings)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
-            self.info = self._made_ready(kv_files, n_mapped)
+            self.info = self._load_rest(kv_files, n_mapped)
         except ConfigError:
             self._free_model()
             raise
@@ -125,7 +126,7 @@ class LlamaBackend:
             self.info = msgspec.structs.replace(self.info, part_cells=part)
         trim_heap()
 
-    def _made_ready(self, kv_files: tuple[ModelFile, ...], n_mapped: int) -> ModelInfo:
+    def _load_rest(self, kv_files: tuple[ModelFile, ...], n_mapped: int) -> ModelInfo:
         """Load what belongs to the model, make the first context, and return the facts about them.
 
         `n_mapped` bytes of the weights are mapped from the file. Raises `ConfigError`.

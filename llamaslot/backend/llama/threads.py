@@ -16,6 +16,7 @@ from llamaslot.backend.host import CpuTimes, cpu_times
 _SMALL_STEP_TOKENS = 16
 """Most tokens of a step that computes little between two waits."""
 _INTERVAL_S = 0.25
+"""Least time between two readings of the CPU times."""
 _MAX_READING_FRACTION = 0.005
 """Of the time, for reading the CPU times. That takes longer with many CPUs."""
 _IGNORED_CPUS = 1 / 3, 3 / 4
@@ -28,8 +29,9 @@ class StepThreads:
     """Chooses the number of threads, at most `n`; `read` returns the CPU times so far, None if they are unknown."""
 
     def __init__(self, n: int, read: Callable[[], CpuTimes | None] = cpu_times) -> None:
-        self._n = self.n_small = self._n_large = n
-        """Threads of any, of a small and of a large step."""
+        self._n = n
+        self.n_small = self._n_large = n
+        """Threads of a step of few tokens, and of a larger one."""
         self._read = read
         self._last: CpuTimes | None = None
         self._due = 0.0
