@@ -137,9 +137,9 @@ def install() -> None:
         n_written += 1
         # A handler runs on the main thread, which has the event loop.
         counts = {"pid": os.getpid(), "n": n_written, "loop": thread_time_ns(), "spent": clocks.spent}
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(counts))
-        partial.replace(file)
+        unfinished = file.with_suffix(".partial")
+        unfinished.write_text(json.dumps(counts))
+        unfinished.replace(file)
 
     signal.signal(signal.SIGUSR2, write)
     write()

@@ -35,7 +35,7 @@ from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.measurements import IDLE_S, PendingCosts, PendingSelfTest, ReadMemory, watch_memory
-from llamaslot.engine.model_worker import StepWatch, Worker
+from llamaslot.engine.model_worker import ModelWorker, StepWatch
 from llamaslot.engine.queries import Queries, Respond, SlotActions
 from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
@@ -140,7 +140,7 @@ class Engine:
         )
         self._dropper = self.scheduler.cache.dropper
         self._watch = watch
-        self._worker = Worker(backend, thread, clock, self._needs_plan, watch)
+        self._worker = ModelWorker(backend, thread, clock, self._needs_plan, watch)
         self._constraints = ConstraintWorker(backend, self._post)
         self._disk: DiskWorker | None = None
         if disk is not None:

@@ -1,4 +1,4 @@
-"""Worker: executes plans on the model thread, with multi-step decode if nothing has to be decided.
+"""Model worker: executes plans on the model thread, with multi-step decode if nothing has to be decided.
 
 Between two decode steps, a hop to the event loop and back would leave the processor idle for about 0.2 ms (fact
 16). So a plan has the number of steps that may follow it (`StepPlan.n_extra_steps`). The worker takes them at once,
@@ -41,7 +41,7 @@ def model_thread() -> Executor:
     return started_executor(1, "llamaslot-model")
 
 
-class Worker:
+class ModelWorker:
     """Runs plans on a backend, all of whose calls are made on `thread`. `clock` returns seconds.
 
     `needs_plan` is called on the thread after each step, and returns True if the event loop must plan the next one.

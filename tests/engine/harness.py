@@ -32,7 +32,7 @@ from llamaslot.base.events import (
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt_jobs import AnswerBody, DropSession
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.model_worker import OnStep, StepWatch, Worker, model_thread
+from llamaslot.engine.model_worker import ModelWorker, OnStep, StepWatch, model_thread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.text_requests import TextRequest
 from llamaslot.scheduler.step import StepPlan
@@ -255,7 +255,7 @@ class Harness:
             threads[0].shutdown()
             thread = threads[0] = Inline()
             ahead = random.Random(1)
-            worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5, StepWatch(0))
+            worker = ModelWorker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5, StepWatch(0))
             worker.run = self._watched(worker.run)
             self.engine.scheduler.plan = self._noted(self.engine.scheduler.plan)
             self.engine._worker = worker
