@@ -148,9 +148,10 @@ def device_bytes(config: Config, info: ModelInfo) -> int:
     if info.device == CPU:
         return 0
     n_bytes = info.size_bytes + (info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0)
-    if info.projector is not None and config.mmproj_offload:
+    mmproj = projector(config)
+    if info.projector is not None and mmproj is not None and config.mmproj_offload:
         with contextlib.suppress(OSError):
-            n_bytes += Path(info.projector.path).stat().st_size
+            n_bytes += mmproj.stat().st_size
     return n_bytes
 
 

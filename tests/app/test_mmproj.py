@@ -17,7 +17,7 @@ from llamaslot.app.model_config import check, check_projector
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.served_models import create_models, device_bytes
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import CPU, Projector
+from llamaslot.base.model import CPU, ProjectorInfo
 from tests.app.test_crashes import STORY, engine_of, wait
 from tests.fake_backend import FakeBackend
 from tests.live import Server, serving
@@ -108,14 +108,14 @@ def test_memory_for_a_model_of_several_includes_its_projector(tmp_path: Path) ->
 
 def test_memory_on_a_gpu_includes_the_projector(tmp_path: Path) -> None:
     path = write_projector(tmp_path / "a.gguf", "mlp")
+    config, on_cpu = Config(mmproj=str(path)), Config(mmproj=str(path), mmproj_offload=False)
     info = msgspec.structs.replace(
-        FakeBackend(n_ctx=1024).info, device="CUDA0", projector=Projector(str(path), "digest", is_whole=False)
+        FakeBackend(n_ctx=1024).info, device="CUDA0", projector=ProjectorInfo("digest", 0)
     )
     without = msgspec.structs.replace(info, projector=None)
-    more = device_bytes(Config(), info) - device_bytes(Config(), without)
-    assert more == path.stat().st_size
-    assert device_bytes(Config(mmproj_offload=False), info) == device_bytes(Config(), without)
-    assert device_bytes(Config(), msgspec.structs.replace(info, device=CPU)) == 0
+    assert device_bytes(config, info) - device_bytes(config, without) == path.stat().st_size
+    assert device_bytes(on_cpu, info) == device_bytes(config, without)
+    assert device_bytes(config, msgspec.structs.replace(info, device=CPU)) == 0
 
 
 @pytest.mark.slow
