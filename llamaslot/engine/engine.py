@@ -271,9 +271,13 @@ class Engine:
             self._is_checked = False
             if plan.work:
                 self._costs.note(self._clock(), is_idle=False)
-            await self._worker.run(plan, self._commit)
+            await self._carry_out(plan)
         else:
             await self._idle()
+
+    async def _carry_out(self, plan: StepPlan) -> None:
+        await self._worker.run(plan, self._commit)
+        self.scheduler.end_ended(self._clock())
 
     async def _idle(self) -> None:
         """Check and measure what can be while nothing runs, then wait for a command or a deadline."""
@@ -303,7 +307,7 @@ class Engine:
         while (now := self._clock()) < until:
             self._take_inbox()
             if plan := self.scheduler.plan(now):
-                await self._worker.run(plan, self._commit)
+                await self._carry_out(plan)
             elif any(each.is_busy for each in self._outer_tiers):
                 self._wake.clear()
                 await self._sleep(until)
@@ -411,7 +415,7 @@ class Engine:
     async def _carry_out_operations(self) -> None:
         """Carry out what is planned for the sequences, without a decode."""
         if operations := self.scheduler.cache.take_operations():
-            await self._worker.run(StepPlan(operations), self._commit)
+            await self._carry_out(StepPlan(operations))
 
     async def _clear_pool(self) -> None:
         """Empty the pool and clear its data; running requests start again from what is in RAM.
@@ -525,7 +529,8 @@ class Engine:
         """True if the next step needs a plan; called on the worker's thread."""
         until = self.scheduler.deadlines.running
         is_due = until is not None and self._clock() >= until
-        return self._stopping or bool(self._inbox) or is_due or self.scheduler.has_drafts
+        scheduler = self.scheduler
+        return self._stopping or bool(self._inbox) or is_due or scheduler.has_drafts or scheduler.has_ended
 
     def _reply(self, query_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
         if isinstance(answer, LlamaslotError):
@@ -626,7 +631,8 @@ class Engine:
         text, reason, n_unused = reply.push(sampled)
         reply.request.drop_tokens(n_unused)
         if reason is not None and sampled.reason is None:
-            self.scheduler.end(reply.request, now)
+            # The worker may have begun another step with it.
+            self.scheduler.end_by_text(reply.request)
         if reason is not None:
             del self._replies[reply.request.id]
             progress = self._progress(reply.request, now)

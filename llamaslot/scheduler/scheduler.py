@@ -44,7 +44,7 @@ from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.drafter import Drafter
 from llamaslot.scheduler.layout import LayoutChoice
-from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, ReuseStats, Slot
+from llamaslot.scheduler.request import NO_TOKENS, Request, RequestEvent, RequestState, ReuseStats, Slot
 from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Turn, Work
 from llamaslot.scheduler.step_planner import StepPlanner
 from llamaslot.scheduler.turns import AdapterTurns, ImageTurns, PromptTurns, RunTurns, Turns
@@ -145,6 +145,8 @@ class Scheduler:
         """Times at which to plan again even if no command arrives."""
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
+        self._ended: list[Request] = []
+        """Requests whose text has ended, that a step may still compute."""
         self.has_drafts = False
         """True if a request has a draft, so that the next step must be planned."""
         self.keeps_layout = False
@@ -197,6 +199,23 @@ class Scheduler:
         if not cancelled and request.wants_tokens:
             self.admission.observe_length(request.n_generated)
         self._drop_private(request)
+
+    def end_by_text(self, request: Request) -> None:
+        """End a running request whose text has ended as soon as no step may compute it any more (`end_ended`)."""
+        self._ended.append(request)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if requests wait for `end_ended`."""
+        return bool(self._ended)
+
+    def end_ended(self, now: float) -> None:
+        """End the requests of `end_by_text`, between two plans."""
+        for request in self._ended:
+            # One may have failed meanwhile.
+            if request.state is not RequestState.DONE:
+                self.end(request, now)
+        self._ended.clear()
 
     def _drop_private(self, request: Request) -> None:
         """Drop what a private request has computed, unless others of its group are left."""
@@ -311,7 +330,7 @@ class Scheduler:
             if failed is None:
                 return []
             self.end(failed, now)
-            return [DecodeFailed(failed, result.decoded.status.name)]
+            return [DecodeFailed(failed, result.decoded.status.name)] if failed not in self._ended else []
         # 3. New tokens.
         self._planner.observe(plan, result)
         outcomes: list[Outcome] = []
@@ -324,7 +343,10 @@ class Scheduler:
         # 4. Drafts for the next step.
         adapters = plan.work[0].request.params.adapters
         decoding = [each for each in self.running if each.n_generated and each.params.adapters == adapters]
-        self.has_drafts = self._drafter.propose([each for each in decoding if not each.is_suspect])
+        suspects = [each for each in decoding if each.is_suspect]
+        self.has_drafts = self._drafter.propose(
+            [each for each in decoding if each not in (*suspects, *self._ended)]
+        )
         return outcomes
 
     def cache_stats(self) -> CacheStats:
@@ -378,6 +400,10 @@ class Scheduler:
         request = work.request
         n_drafted = work.run.n_drafted
         self.cache.append(work.run.seq, work.kept(results[0].tokens), is_draft=n_drafted > 0)
+        if request in self._ended:
+            # What this step sampled is beyond the end of its text. If its logits are invalid, the next request that
+            # reuses the KV will show that.
+            return []
         if n_drafted:
             n_accepted = len(results[0].tokens) - 1
             request.count_draft(n_drafted, n_accepted)
@@ -401,6 +427,11 @@ class Scheduler:
             return [*outcomes, Sampled(request, (), "limit", vector=vector)]
         if any(each.tokens == (NO_TOKEN,) for each in results):
             return [*outcomes, *self._fail_sampling(work, now)]
+        return outcomes + self._take_results(results, now)
+
+    def _take_results(self, results: Sequence[RequestResult], now: float) -> list[Outcome]:
+        """Take over the tokens that requests got, or why they got none."""
+        outcomes: list[Outcome] = []
         for each in results:
             if each.tokens == (CONSTRAINT_FAILED,):
                 outcomes.append(self._fail_constraint(each.request, now))

@@ -323,15 +323,17 @@ class StepPlanner:
     def _n_extra_steps(self, plan: StepPlan) -> int:
         """Return how many further steps need no plan; evicts up to `MAX_CELLS_AHEAD` idle cells for them.
 
-        Each computes what the one before sampled, and only the last may reach a limit. None for requests with stop
-        strings, which are searched on the event loop, and for those whose sampler this step creates: the event loop
-        knows it only after the commit.
+        Each computes what the one before sampled, and only the last may reach a limit. None for requests whose
+        sampler this step creates: the event loop knows it only after the commit. A request with stop strings, which
+        are searched on the event loop, may be computed once more than it should; so there are none if that would
+        cost it the partial state that its next turn continues from.
         """
         work, cache = plan.work, self._cache
         requests = [each.request for each in work]
         if not all(each.run.n_outputs and len(each.run.tokens) == 1 for each in work):
             return 0
-        if any(request.sampler is None or request.params.ends_by_text for request in requests):
+        has_states = cache.settings.has_states
+        if any(request.sampler is None or (has_states and request.params.ends_by_text) for request in requests):
             return 0
         n_ctx = self._n_ctx()
         left = [n_ctx - len(request.tokens) for request in requests]

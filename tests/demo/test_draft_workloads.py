@@ -198,8 +198,10 @@ class Witness:
             if result.decoded.status is Status.OK:
                 for each in itertools.chain.from_iterable(result.results):
                     sampled = np.array([*each.tokens, *each.forced], dtype=np.int32)
-                    tokens = np.concatenate([each.request.tokens.view(), sampled])
-                    self._known[each.request.namespace][number, each.request.id] = tokens
+                    known, key = self._known[each.request.namespace], (number, each.request.id)
+                    # Once its text has ended, a request has no more tokens, but the slot gets those of the last step.
+                    before = known[key] if each.request in scheduler._ended else each.request.tokens.view()
+                    known[key] = np.concatenate([before, sampled])
             return commit(made, result, now)
 
         scheduler.plan, scheduler.commit = planned, committed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from llamaslot.base.backend import Decoded, Draws, Run
+from llamaslot.base.backend import Decoded, Draws, Run, Status
 from llamaslot.base.commands import InspectEngine, TextPart
 from llamaslot.base.events import Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
@@ -203,13 +203,40 @@ async def test_streams_that_end_by_their_own_token_give_the_text_they_give_alone
             assert engine.texts[prompt] == await alone(prompt, FakeBackend(), max_tokens=60)
 
 
-async def test_a_stop_string_ends_a_stream_before_anything_more_is_computed() -> None:
+@pytest.mark.parametrize("fault", ["", "fatal", "no cells", "poison"])
+async def test_a_stop_string_is_searched_while_the_next_step_runs(fault: str) -> None:
+    """What that step samples, or its failure, is nothing to the reply, which has ended."""
     whole = await alone("hello", FakeBackend(), max_tokens=40, sampling=ENDLESS)
+    stop = whole[9:12]
+    n = whole.index(stop) + len(stop)
     backend = GatedBackend()
+    backend.n_free = n
     async with Threaded(backend) as engine:
-        end = await engine.submit("1", "hello", stop=(whole[9:12],))
+        end = await asyncio.wait_for(engine.submit("1", "hello", stop=(stop,)), 10)
         assert isinstance(end, Finished)
-        assert (end.reason, backend.n_decodes) == ("word", end.progress.n_generated)
+        assert (end.reason, end.progress.n_generated, backend.n_decodes) == ("word", n, n)
+        assert engine.texts["1"] == whole[: n - len(stop)]
+        if fault == "poison":
+            backend.poison.add(ord(whole[n - 1]))
+        elif fault:
+            backend.failures.append((Status.FATAL if fault == "fatal" else Status.NO_CELLS, 0))
+        backend.gate.release(1000)
+        await backend.reached(n + 1)
+        backend.poison.clear()
+        again = await engine.submit("2", "hello", max_tokens=40)
+        assert isinstance(again, Finished)
+        assert engine.texts["2"] == whole
+        assert engine.engine.scheduler.running == []
+        assert all(sampler.closed for sampler in backend.samplers)
+
+
+async def test_streams_beside_one_with_stop_strings_need_few_plans() -> None:
+    n, stops = 100, {"1": ("never",), "2": (), "3": ()}
+    async with Threaded(GatedBackend(n_slots=3)) as engine:
+        await asyncio.gather(*(engine.submit(name, f"hello {name}", n, stop=stop) for name, stop in stops.items()))
+        assert engine.n_plans < n / 5
+        for name in stops:
+            assert engine.texts[name] == await alone(f"hello {name}", FakeBackend(), max_tokens=n, sampling=ENDLESS)
 
 
 async def test_an_error_on_the_thread_ends_the_engine() -> None:

@@ -8,6 +8,7 @@ import pytest
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.model import StateKind
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import RequestResult, StepPlan, StepResult, Work, next_decode_step
@@ -29,11 +30,31 @@ def test_extra_steps_end_where_the_first_stream_reaches_its_limit() -> None:
     assert driver.step().n_extra_steps == 0
 
 
-def test_a_request_with_stop_strings_has_no_extra_steps() -> None:
-    driver = Driver(n_slots=2, n_ctx=512)
+@pytest.mark.parametrize(("kind", "n_extra"), [(StateKind.NONE, 8), (StateKind.HYBRID, 0)])
+def test_a_request_with_stop_strings_has_extra_steps_if_it_has_no_partial_state(
+    kind: StateKind, n_extra: int
+) -> None:
+    driver = Driver(n_slots=2, n_ctx=512, kind=kind)
     driver.submit("a" * 20, max_tokens=10, stop=("x",))
-    for _ in range(9):
-        assert driver.step().n_extra_steps == 0
+    while not (step := driver.step()).work or not step.work[0].request.n_generated:
+        pass
+    assert driver.step().n_extra_steps == n_extra
+
+
+def test_a_request_whose_text_has_ended_keeps_its_slot_until_no_step_computes_it() -> None:
+    driver = Driver(n_slots=1, n_ctx=512)
+    request = driver.submit("a" * 20, max_tokens=10)
+    driver.step()
+    driver.step()
+    driver.scheduler.end_by_text(request)
+    n_generated, n_held = request.n_generated, driver.cache.length(request.slot)
+    driver.step()
+    assert (request.n_generated, driver.outcomes) == (n_generated, [])
+    assert driver.cache.length(request.slot) == n_held + 1
+    assert request.state is RequestState.RUNNING
+    driver.scheduler.end_ended(driver.backend.now)
+    assert request.state is RequestState.DONE
+    assert not driver.scheduler.has_ended
 
 
 def test_extra_steps_fit_into_the_pool() -> None:
