@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from llamaslot.api import bodies
 from llamaslot.base.errors import MAX_MESSAGE_CHARS, QueueFullError
 from llamaslot.service import limits
 from llamaslot.service.limits import MAX_REPLY_BYTES, ReplyBudget
+from tests.fake_backend import FakeBackend
+from tests.image_bodies import base64_of, file_of
 
+NOISE = file_of(Image.frombytes("L", (100, 100), random.Random(1).randbytes(10_000)))
+"""An image that cannot be compressed."""
 MESSAGES = [{"role": "user", "content": "abc"}]
 SHORT = {"ignore_eos": True, "seed": 1}
 MANY: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -224,13 +230,17 @@ async def test_a_request_fails_whose_client_has_too_many_replies(
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "hi", "junk": "x" * 10_000}], "store": True},
         ),
+        (
+            "/completion",
+            {"prompt": {"prompt_string": "<__media__>", "multimodal_data": [base64_of(NOISE)]}, "n_predict": 1},
+        ),
     ],
-    ids=["items", "stored chat"],
+    ids=["items", "stored chat", "image"],
 )
 async def test_what_is_kept_of_a_body_is_counted(
     start: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    server = await start()
+    server = await start(backend=FakeBackend(n_ctx=1024, projector=True))
     monkeypatch.setattr(limits, "MAX_REPLY_BYTES", 20_000)
     server.service.reply_budget.charge("other", 15_000)
     status, reply = await server.post(path, body)

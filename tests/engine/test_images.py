@@ -18,8 +18,10 @@ from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPar
 from llamaslot.base.events import Cancelled, Failed, Finished
 from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.model import StateKind
+from llamaslot.scheduler import drafter
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import Harness, alone, running
+from tests.engine.test_drafts import Steps
 from tests.engine.test_workloads import ENDLESS, failures, turns
 from tests.fake_backend import FakeBackend
 from tests.scheduler.test_scheduler import Driver
@@ -210,13 +212,18 @@ async def test_a_request_waits_for_no_more_than_what_precedes_an_image_that_diff
         assert max(n_running) == 2, "it waited for the end of the first reply"
 
 
-async def test_nothing_is_drafted_from_an_image() -> None:
-    backend = FakeBackend(n_ctx=N_CTX, projector=True)
+async def test_nothing_is_drafted_from_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the reply repeats all that precedes one."""
+    monkeypatch.setattr(drafter, "MIN_GAIN", -100.0)
+    backend = FakeBackend(n_ctx=2 * N_CTX, projector=True)
+    backend.alphabet = b"y"
     async with running(backend) as engine:
-        head = "what does it say: "
-        await engine.submit("1", parts_of(f"{head}1{head}"), max_tokens=20, max_draft=16, sampling=ENDLESS)
-        expected = await answer(f"{head}1{head}", 20, sampling=ENDLESS)
-        assert engine.text("1") == expected
+        # What a step costs must be known before anything is drafted.
+        await engine.submit("before", "abc", max_tokens=20, sampling=ENDLESS)
+        steps, fields = Steps(engine.engine), {"max_tokens": 5, "max_draft": 7, "sampling": ENDLESS}
+        end = finished(await engine.submit("1", parts_of(f"what does it say {BARE} and what does it sa"), **fields))
+        assert steps.counts["longest"] == 1, "the space before it"
+        assert (engine.text("1"), end.reason) == ("y" * 5, "limit")
 
 
 def test_a_draft_ends_before_an_image(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from llamaslot.api.routes import ROUTES, document
+from tests.fuzz.images import WITH_IMAGES, is_image, other_image
 
 MAX_TOKENS = 16
 STORY = "Once upon a time there was a cat"
@@ -177,6 +178,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/responses/{response_id}/input_items": [{}],
 }  # fmt: skip
 """Valid bodies by the path in the route table, one path for each handler."""
+_ALL = {pattern: [*bodies, *WITH_IMAGES.get(pattern, ())] for pattern, bodies in VALID.items()}
 _EDGES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 127, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, -(2**63), 10**400, 0.5, 2.0, -0.0,
     1e-300, 1e308, float("nan"), float("inf"), "", " ", "a", "0", "-1", "true", "\0", "\ud800", "é€😀",
@@ -201,10 +203,14 @@ class Request(NamedTuple):
 
 
 class BodyFuzzer:
-    """An endless source of requests, the same for the same seed."""
+    """An endless source of requests, the same for the same seed.
 
-    def __init__(self, seed: int) -> None:
+    It mutates `bodies`, which are valid ones by the path in the route table.
+    """
+
+    def __init__(self, seed: int, bodies: Mapping[str, Sequence[dict[str, Any]]] = _ALL) -> None:
         self._random = random.Random(seed)
+        self._bodies = bodies
         described = document(ROUTES)
         self._schemas = described["components"]["schemas"]
         self._methods: dict[str, list[str]] = {pattern: [] for pattern in VALID}
@@ -219,10 +225,10 @@ class BodyFuzzer:
 
     def requests(self, n: int) -> Iterator[Request]:
         """Yield so many requests."""
-        patterns = list(VALID)
+        patterns = list(self._bodies)
         for _ in range(n):
             pattern = self._random.choice(patterns)
-            body = copy.deepcopy(self._random.choice(VALID[pattern]))
+            body = copy.deepcopy(self._random.choice(self._bodies[pattern]))
             for _ in range(self._random.choice((0, 1, 1, 1, 2, 4))):
                 body = self._mutated(body, self._body_schemas.get(pattern, {}))
             _bound(body)
@@ -244,6 +250,10 @@ class BodyFuzzer:
         chance = self._random
         if not isinstance(body, dict) or chance.random() < 0.03:
             return self._value({})
+        if (images := [each for each in _places(body) if is_image(each[0][each[1]])]) and chance.random() < 0.6:
+            parent, key = chance.choice(images)
+            parent[key] = other_image(chance)
+            return body
         properties = self._resolved(schema).get("properties", {})
         kind = chance.randrange(6)
         if kind <= 1 and properties:

@@ -16,11 +16,14 @@ from llamaslot.api.routes import ROUTES
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
 from llamaslot.base.model import FimTokens, RerankFormat
+from tests.app.test_mmproj import WIDTH
 from tests.conftest import LONG, new_seed
 from tests.fake_backend import FakeBackend
 from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
 from tests.fuzz.client import send_all
+from tests.fuzz.images import WITH_IMAGES
 from tests.live import Server, serving
+from tests.vision_files import write_projector
 
 N_FAKE = 10_000 if LONG else 200
 N_LIVE = 10_000
@@ -41,6 +44,21 @@ async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> Non
     assert min(statuses[200], statuses[400]) > N_FAKE / 10, "neither all too wrong nor all valid"
     await server.idle()
     assert (await server.ok("/completion", REFERENCE))["content"] == before
+
+
+async def test_no_image_brings_a_500_or_a_hang_or_changes_a_reply(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=512, projector=True), n_predict=4)
+    for path, bodies in WITH_IMAGES.items():
+        for body in bodies:
+            await server.ok(path, {**body, "stream": False})
+    look = {**WITH_IMAGES["/v1/chat/completions"][0], "temperature": 0}
+    before = (await server.ok("/v1/chat/completions", look))["choices"]
+    seed = new_seed()
+    print(f"seed {seed}")
+    statuses = await send_all(server.session, server.url, BodyFuzzer(seed, WITH_IMAGES).requests(N_FAKE), at_once=4)
+    assert min(statuses[200], statuses[400]) > N_FAKE / 10, "neither all too wrong nor all valid"
+    await server.idle()
+    assert (await server.ok("/v1/chat/completions", look))["choices"] == before
 
 
 @pytest.mark.parametrize("pooling", ["last", "rank"])
@@ -81,8 +99,9 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_endpoint() -> None:
 def test_no_body_crashes_a_process_or_changes_a_reply(tmp_path: Path) -> None:
     """Beside mutated bodies, a greedy reply stays the same on the real model, and no process is started again."""
     flags = ("-c", "1024", "-np", "4", "--metrics", "--n-predict", "4", "--cache-disk", tmp_path / "cache")
+    projector = write_projector(tmp_path / "mmproj.gguf", "mlp", n_embd=WIDTH)
     (tmp_path / "slots").mkdir()
-    with serving(tmp_path, *flags, "--slot-save-path", tmp_path / "slots") as server:
+    with serving(tmp_path, *flags, "--mmproj", projector, "--slot-save-path", tmp_path / "slots") as server:
         pid, before = server.process.pid, server.post("/completion", REFERENCE)["content"]
         seed = new_seed()
         print(f"seed {seed}")
