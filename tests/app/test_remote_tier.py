@@ -16,10 +16,14 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.app.test_crashes import wait
+from tests.app.test_images import LONG as QUESTION
+from tests.app.test_images import n_encoded, user
+from tests.app.test_mmproj import WIDTH
 from tests.conftest import LONG
 from tests.live import Server, serving
 from tests.store_proxy import WRITES, Fault, StoreProxy
 from tests.store_server import PROGRAM, StoreServer, store_server
+from tests.vision_files import picture, write_projector
 
 pytestmark = pytest.mark.skipif(not (PROGRAM or LONG), reason="long: make test-remote")
 
@@ -34,7 +38,7 @@ redis_store._TRANSFER_TIMEOUT_S = 1.5
 """Fault: delays and timeouts of 2 to 30 seconds are shortened to at most 1.5."""
 FETCHES = f"""{SOON}
 def init(self, *args, _init=remote_tier.RemoteTier.__init__, **fields):
-    _init(self, *args, **fields | {{"seconds_to_compute": lambda n: 0.003 * n}})
+    _init(self, *args, **fields | {{"prefill_seconds": lambda n: 0.003 * n}})
 remote_tier.RemoteTier.__init__ = init
 """
 """Fault: the server assumes that prefill takes 3 ms a token, as with a small real model. The demo model is so fast
@@ -187,6 +191,25 @@ def test_a_conversation_moves_to_another_server(fleet: Fleet) -> None:
         metrics = dict(line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if line[0] != "#")
     assert float(metrics["llamaslot_remote_fetched_tokens_total"]) == now["fetched_tokens"]
     assert float(metrics["llamaslot_remote_fetched_bytes_total"]) == now["fetched_bytes"]
+
+
+def test_no_image_is_encoded_that_another_server_has_computed(
+    folder: Path, store: StoreServer, tmp_path: Path
+) -> None:
+    flags = "--mmproj", write_projector(tmp_path / "mmproj.gguf", "mlp", n_embd=WIDTH)
+    with (
+        server(folder, store.port, *flags, fault=FETCHES) as a,
+        server(folder, store.port, *flags, fault=FETCHES) as b,
+    ):
+        first: Any = [*opening("cat"), user(picture(1, 100, 60), f"Whose is it?{QUESTION}")]
+        reply = ask_and_upload(a, first, 2)
+        there = ask(b, going_on(first, reply.text))
+        assert there.n_remote >= reply.n_prompt - GRID
+        assert (n_encoded(a), n_encoded(b)) == (1, 0)
+        assert there.text == ask(a, going_on(first, reply.text)).text
+        other = ask(b, [*opening("cat"), user(picture(2, 100, 60), f"Whose is it?{QUESTION}")])  # type: ignore[list-item]
+        assert other.cache["computed"] > 64
+        assert n_encoded(b) == 1
 
 
 MISSES = {

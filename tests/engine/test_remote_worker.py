@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +22,9 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.remote import StoreSettings
 from llamaslot.backend.remote.redis_store import RedisStore, Sealer
-from llamaslot.base.commands import ClearCache
+from llamaslot.base.commands import ClearCache, ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Finished
+from llamaslot.base.images import ImageSize
 from llamaslot.base.stats import RemoteStats
 from llamaslot.engine import remote_worker
 from llamaslot.engine.remote_worker import RemoteWorker, WantedObject
@@ -39,6 +40,7 @@ from llamaslot.kvcache.tiers.remote_tier import (
 )
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
+from tests.vision_files import picture, write_projector
 
 MIB = 2**20
 KINDS = ["tiny", "tiny-swa", "tiny-lfm2", "tiny-mamba"]
@@ -77,7 +79,7 @@ class Server:
     def remote(self) -> RemoteStats:
         return self.harness.engine.scheduler.cache.stats().remote
 
-    async def ask(self, text: str, **fields: Any) -> tuple[str, Finished]:
+    async def ask(self, text: str | Sequence[PromptPart], **fields: Any) -> tuple[str, Finished]:
         """Return the reply to a prompt, and its terminal event."""
         self._n += 1
         name = f"{self._n}"
@@ -99,10 +101,11 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(folder: Path, shape: str, redis: StoreServer, secret: bytes = b"s" * 16) -> AsyncIterator[Server]:
-    chosen = LlamaSettings(
-        synthetic.ensure(shape, folder=folder), n_ctx=2048, n_slots=2, n_ubatch=128, n_threads=1, checkpoints=True
-    )
+async def serving(
+    folder: Path, shape: str, redis: StoreServer, secret: bytes = b"s" * 16, mmproj: Path | None = None
+) -> AsyncIterator[Server]:
+    settings: dict[str, Any] = {"n_ctx": 2048, "n_slots": 2, "n_ubatch": 128, "n_threads": 1, "mmproj": mmproj}
+    chosen = LlamaSettings(synthetic.ensure(shape, folder=folder), checkpoints=True, **settings)
     backend = LlamaBackend(chosen)
     assert backend.info.self_test in ("passed", "not needed", "") or backend.run_self_test()
     size = backend.info.segment_size
@@ -158,6 +161,51 @@ async def test_the_text_is_that_of_a_cold_run(folder: Path, redis: StoreServer) 
             warm, end = await second.ask(opening("Ann"))
             assert end.progress.n_fetched > 0
             assert (warm, 0) == ((await cold.ask(opening("Ann")))[0], cold.remote.fetched_tokens)
+
+
+async def test_no_image_is_encoded_that_another_server_has_computed(folder: Path, redis: StoreServer) -> None:
+    mmproj = write_projector(folder / "mmproj.gguf", "mlp")
+    async with (
+        serving(folder, "tiny", redis, mmproj=mmproj) as first,
+        serving(folder, "tiny", redis, mmproj=mmproj) as second,
+    ):
+        layout = first.harness.backend.image_layout(ImageSize(90, 70))
+
+        def prompt(seed: int) -> tuple[PromptPart, ...]:
+            image = ImagePart(picture(seed, 90, 70), bytes([seed]) * 16, layout)
+            return TextPart(opening("Ann")), image, TextPart(user("and then"))
+
+        text, _ = await first.ask(prompt(1))
+        await first.uploaded()
+        found, end = await second.ask(prompt(1))
+        # With random weights, rounding may decide later ones (fact 9).
+        assert found.split()[:8] == text.split()[:8]
+        assert second.harness.backend.stats.n_tiles_encoded == 0
+        assert end.progress.n_fetched > end.progress.n_prompt - GRID_TOKENS
+        # Of another image, what precedes it is fetched or already here.
+        _, other = await second.ask(prompt(2))
+        assert other.progress.n_prompt - other.progress.n_cached > layout.n_tokens
+        assert second.harness.backend.stats.n_tiles_encoded == 1
+
+
+async def test_a_tile_of_which_the_store_has_a_part_is_encoded(folder: Path, redis: StoreServer) -> None:
+    """Objects end at a grid, and the text after the image is too short for one that has all of it."""
+    mmproj = write_projector(folder / "mmproj.gguf", "mlp")
+    async with (
+        serving(folder, "tiny", redis, mmproj=mmproj) as first,
+        serving(folder, "tiny", redis, mmproj=mmproj) as second,
+    ):
+        layout = first.harness.backend.image_layout(ImageSize(90, 70))
+        for i in range(3):
+            image = ImagePart(picture(i, 90, 70), bytes([i]) * 16, layout)
+            prompt = TextPart(opening("Ann") + "alpha " * 5 * i), image, TextPart("?")
+            text, _ = await first.ask(prompt)
+            await first.uploaded()
+            found, end = await second.ask(prompt)
+            assert end.progress.n_fetched
+            assert end.progress.n_prompt_computed == layout.n_tokens + len("?")
+            assert found.split()[:8] == text.split()[:8]
+            assert second.harness.backend.stats.n_tiles_encoded == i + 1
 
 
 async def test_many_at_once_fetch_an_object_once(folder: Path, redis: StoreServer) -> None:

@@ -29,7 +29,7 @@ FETCHES = """
 from llamaslot.kvcache.tiers import pacing, remote_tier
 pacing.PARTIAL_DELAY_S = 0.1
 def init(self, *args, _init=remote_tier.RemoteTier.__init__, **fields):
-    _init(self, *args, **fields | {"seconds_to_compute": lambda n: 0.05 * n})
+    _init(self, *args, **fields | {"prefill_seconds": lambda n: 0.05 * n})
 remote_tier.RemoteTier.__init__ = init
 """
 """Fault: prefill is taken to be slow, since a store in Python is slower still with objects of megabytes."""
