@@ -358,7 +358,10 @@ def test_requests_that_share_a_row_draw_from_it_on_the_host(streams: Streams) ->
 
 
 @pytest.mark.cpu_only
-def test_drafts_are_drawn_on_the_host_and_go_on_on_the_device(streams: Streams) -> None:
+def test_drafts_are_drawn_on_the_host_and_go_on_on_the_device(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sampler, "_STEPS_AFTER_A_DRAFT", 2)
     sampling = changed(DEFAULT, temperature=1.2, seed=6)
     expected = streams.text(sampling, 8)
     sampler = streams.sampler(sampling)
@@ -563,3 +566,25 @@ def test_the_user_decides_before_the_measurement(
     assert isinstance(sampler, DeviceSampler) is is_used is backend.info.samples_on_device
     sampler.close()
     backend.close()
+
+
+def test_drafts_do_not_change_the_chains_again_and_again(streams: Streams) -> None:
+    """Each change has llama.cpp build its graph again."""
+    draws = [(seq, streams.sampler(changed(DEFAULT, seed=seq))) for seq in range(2)]
+    before = streams.n_set
+    for i in range(24):
+        # A draft in every second step, whose tokens are rejected.
+        drafted = [START] * (i % 2)
+        runs = [Run(seq, i, ids([START, *drafted]), 1 + len(drafted)) for seq, _ in draws]
+        assert streams.backend.decode(runs, draws).status is Status.OK
+        streams.backend.sample(draws)
+        for seq, _ in draws:
+            streams.backend.change(Remove(seq, i + 1))
+    assert streams.n_set - before <= 2 * len(draws)
+    n_sampled = streams.backend.stats.n_device_sampled
+    for _ in range(20):
+        streams.step(draws)
+    assert streams.backend.stats.n_device_sampled - n_sampled == 2 * (20 - device_sampler._STEPS_AFTER_A_DRAFT + 1)
+    for _, sampler in draws:
+        sampler.close()
+    streams.clear()

@@ -42,6 +42,10 @@ _LARGEST_OF_MODELS, _MAX_LOGIT = 100.0, 1e4
 """The largest logit without a bias, and for min-p. That keeps logits above the highest plus its own logarithm: near
 1, or of larger logits, rounding leaves none.
 """
+_STEPS_AFTER_A_DRAFT = 16
+"""Steps after a draft in which a request is sampled on the host: drafts come in series, and with every change of a
+chain llama.cpp builds its graph again.
+"""
 _ROWS_OF_A_CHAIN = 16
 """Memory that a chain may add to the graph, in rows of logits; 11 were measured, with penalties."""
 _SUPPORTED = frozenset({"penalties", "top_k", "top_p", "min_p", "temperature", "dist"})
@@ -146,6 +150,8 @@ class DeviceSampler:
         """The sequence's chain that has the state; None if the sampler's own chain has it."""
         self.has_room = True
         """False once the device had too little memory for the chain."""
+        self.n_on_host = 0
+        """Steps for which its rows stay on the host."""
         self.scores: list[TokenScore] = []
         self._closed = False
         if spec.window:
@@ -269,8 +275,11 @@ class DeviceChains:
                 continue
             # Several requests draw from one row on the host.
             is_single = run.n_outputs == 1 and run.targets is None and n_draws[run.seq] == 1
-            sampler = samplers.get(run.seq) if is_single else None
-            if sampler is not None and sampler.has_room and self._set(run.seq, sampler):
+            sampler = samplers.get(run.seq)
+            if sampler is not None:
+                sampler.n_on_host = _STEPS_AFTER_A_DRAFT if run.n_drafted else max(sampler.n_on_host - 1, 0)
+                is_single &= sampler.has_room and not sampler.n_on_host
+            if sampler is not None and is_single and self._set(run.seq, sampler):
                 sampler.move_to(self._chains[run.seq])
                 self.on_device.add(run.seq)
             elif run.seq in self._chains:
