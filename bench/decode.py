@@ -31,7 +31,7 @@ from bench.tokens import Tokens
 STREAMS = (1, 8)
 PROMPT_TOKENS = 16
 CONTEXT = 4096
-GOAL = 0.85
+GOAL = 0.97
 
 
 @dataclass(frozen=True)
