@@ -14,8 +14,9 @@ from PIL import Image
 
 from bench.lora_files import add_value
 from llamaslot.base.images import ImageLayout, PromptImage, tile_ids
+from tests.gguf_copies import rewritten
 
-Kind = Literal["mlp", "idefics3", "gemma3", "lfm2"]
+Kind = Literal["mlp", "idefics3", "gemma3", "lfm2", "qwen2vl_merger"]
 WIDTH, N_HEADS, N_LAYERS = 64, 2, 2
 SIZE, PATCH, MERGE = 64, 8, 2
 """Pixels of a tile's edge, and of a patch's; patches that become one token in each direction."""
@@ -38,7 +39,8 @@ def write_projector(
     architecture: str = "clip",
 ) -> Path:
     """Write a projector for models of a width. `mlp` is LLaVA's: one tile of 64 tokens; `gemma3` one of 16 that
-    attend to each other; `idefics3` cuts larger images to tiles of 16; `lfm2` has one of 64 to 256.
+    attend to each other; `idefics3` cuts larger images to tiles of 16; `lfm2` has one of 64 to 256; `qwen2vl_merger`
+    one of any shape, for models with M-RoPE.
 
     `values` and `tensors` are further ones, or in place of those; None stands for one that is missing.
     """
@@ -87,18 +89,28 @@ def _tensors(kind: Kind, n_embd: int, drawn: Any) -> Iterable[tuple[str, npt.NDA
         yield f"{name}.bias", np.zeros(WIDTH, dtype=np.float32)
 
     yield "v.patch_embd.weight", 10 * drawn(WIDTH, 3, PATCH, PATCH)
+    if kind == "qwen2vl_merger":
+        yield "v.patch_embd.weight.1", 10 * drawn(WIDTH, 3, PATCH, PATCH)
     for i in range(N_LAYERS):
         for name in ("q", "k", "v", "out"):
             yield f"v.blk.{i}.attn_{name}.weight", drawn(WIDTH, WIDTH)
+            if kind == "qwen2vl_merger":
+                yield f"v.blk.{i}.attn_{name}.bias", drawn(WIDTH)
         yield f"v.blk.{i}.ffn_up.weight", drawn(2 * WIDTH, WIDTH)
         yield f"v.blk.{i}.ffn_down.weight", drawn(WIDTH, 2 * WIDTH)
         yield from norm(f"v.blk.{i}.ln1")
         yield from norm(f"v.blk.{i}.ln2")
-    yield "v.position_embd.weight", drawn(N_PATCHES, WIDTH)
+    if kind != "qwen2vl_merger":
+        yield "v.position_embd.weight", drawn(N_PATCHES, WIDTH)
     yield from norm("v.post_ln")
     match kind:
         case "mlp":
             yield "mm.0.weight", drawn(n_embd, WIDTH)
+            yield "mm.0.bias", drawn(n_embd)
+            yield "mm.2.weight", drawn(n_embd, n_embd)
+            yield "mm.2.bias", drawn(n_embd)
+        case "qwen2vl_merger":
+            yield "mm.0.weight", drawn(n_embd, WIDTH * MERGE**2)
             yield "mm.0.bias", drawn(n_embd)
             yield "mm.2.weight", drawn(n_embd, n_embd)
             yield "mm.2.bias", drawn(n_embd)
@@ -137,6 +149,11 @@ def with_tokens(source: Path, path: Path, tokens: Iterable[str] = TOKENS) -> Pat
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_mrope(source: Path, path: Path) -> Path:
+    """Write a copy of a model of `bench.synthetic` as one with M-RoPE."""
+    return rewritten(source, path, "qwen2vl", values={"rope.dimension_sections": [8, 12, 12, 0]})
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> bytes:

@@ -40,8 +40,12 @@ from llamaslot.base.model import SegmentSize, StateKind
 
 HEADER_BYTES = 8
 """Magic and sequence id."""
-LAYOUTS = tuple(product((12, 24), (True, False)))
-"""Possible layouts: bytes of a cell's entry (24 with the three numbers of M-RoPE), and whether there is V."""
+TILES_CELL_BYTES = 24
+"""Bytes of a cell's entry with the three numbers of M-RoPE: column and row of a token of a tile, and the token's id.
+The first two are the position, and the third is negative, unless it is of a text.
+"""
+LAYOUTS = tuple(product((12, TILES_CELL_BYTES), (True, False)))
+"""Possible layouts: bytes of a cell's entry, and whether there is V."""
 
 Bytes = npt.NDArray[np.uint8]
 _CELLS_AT = HEADER_BYTES + 4
@@ -77,6 +81,11 @@ class SavedCells:
         """The position of each cell's token."""
         found: npt.NDArray[np.int32] = self.cells[:, :4].copy().view(np.int32)[:, 0]
         return found
+
+    @property
+    def order(self) -> npt.NDArray[np.intp]:
+        """Indices of the cells in the order of their tokens."""
+        return _order(_numbers(self.cells))
 
     @property
     def is_transposed(self) -> bool:
@@ -117,6 +126,29 @@ def read_cells(state: Kv, at: int, *, cell_bytes: int, has_v: bool) -> SavedCell
     return SavedCells(at, cells, layers, tuple(tensors))
 
 
+def read_entries(state: Kv) -> npt.NDArray[np.int32]:
+    """Return position, column, row and id of each token of a segment of a model with M-RoPE, `[tokens, 4]`.
+
+    Raises `ValueError` for bytes that are too short.
+    """
+    n_cells = _uint32(state, _CELLS_AT)
+    cells = _take(state, _CELLS_AT + _COUNT_BYTES, n_cells * TILES_CELL_BYTES).reshape(n_cells, TILES_CELL_BYTES)
+    numbers = _numbers(cells)
+    return numbers[_order(numbers)][:, [0, 2, 3, 4]]
+
+
+def _numbers(cells: Bytes) -> npt.NDArray[np.int32]:
+    """Return the numbers of each cell's entry."""
+    return np.ascontiguousarray(cells).view(np.int32)
+
+
+def _order(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
+    """Return the indices of cells by position, and within a tile, which has one, by row and column."""
+    if numbers.shape[1] * numbers.itemsize < TILES_CELL_BYTES:
+        return np.argsort(numbers[:, 0])
+    return np.lexsort((numbers[:, 2], numbers[:, 3], numbers[:, 0]))
+
+
 def digests(state: Kv, kind: StateKind) -> dict[str, bytes]:
     """Return a digest of each part of a saved sequence, for a model with a partial state of this kind.
 
@@ -146,7 +178,7 @@ def _digests(
                 at += 4
                 continue
             saved = read_cells(state, at, cell_bytes=cell_bytes, has_v=has_v)
-            order = np.argsort(saved.positions)
+            order = saved.order
             # Leaves out the number of ids and the id itself.
             yield f"the positions of {name}", _digest(np.delete(saved.cells[order], np.s_[4:8], axis=1)[:, :-4])
             n_layers = _uint32(saved.layers, 4)
@@ -202,7 +234,7 @@ class Rows:
 
 
 def rows_of_sequence(state: Kv, positions: range, wanted: range, *, stream: int = 0, n_streams: int = 1) -> Rows:
-    """Return the `wanted` rows of a saved sequence that holds `positions` in one stream, and no partial state.
+    """Return the `wanted` rows of a saved sequence that holds tokens `positions` in one stream, and no partial state.
 
     Raises `ValueError` for other bytes.
     """
@@ -292,13 +324,24 @@ def _rows(
             break
     else:
         raise ValueError("a segment has another layout")
-    held = saved.positions
-    if not np.array_equal(np.sort(held), np.arange(positions.start, positions.stop)):
+    if not _are_consecutive(saved, positions.start):
         raise ValueError(f"a segment of {positions} has other positions")
-    keep = (held >= wanted.start) & (held < wanted.stop)
+    tokens = np.empty(len(positions), dtype=np.int64)
+    tokens[saved.order] = np.arange(positions.start, positions.stop)
+    keep = (tokens >= wanted.start) & (tokens < wanted.stop)
     first, n_kept = int(keep.argmax()), int(np.count_nonzero(keep))
     is_together = bool(keep[first : first + n_kept].all())
     return Rows(state[:HEADER_BYTES], saved, slice(first, first + n_kept) if is_together else keep, tail)
+
+
+def _are_consecutive(saved: SavedCells, start: int) -> bool:
+    """Return True if cells can be those of tokens from `start` on: after a tile, positions are lower."""
+    numbers = _numbers(saved.cells)[saved.order]
+    steps = np.diff(numbers[:, 0])
+    if saved.cells.shape[1] < TILES_CELL_BYTES:
+        return int(numbers[0, 0]) == start and bool((steps == 1).all())
+    of_tile = numbers[:, 4] < 0
+    return int(numbers[0, 0]) <= start and bool(((steps == 1) | (of_tile[:-1] & (steps >= 0))).all())
 
 
 def _same(headers: Sequence[Bytes]) -> Bytes:

@@ -31,7 +31,7 @@ _COMMON_CACHES = (
     "llama_memory_hybrid_iswa",
 )
 """Memory classes whose trimming and copying of sequences is covered by tests."""
-MROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
+_MROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 """Types of RoPE with positions of several dimensions."""
 _LOGGED_CLASS = re.compile(r"(llama_(?:kv_cache|memory)\w*|operator\(\)): ")
 _LOGGED_SIZE = re.compile(r"llama_kv_cache: size = .*\( *(\d+) cells, *(\d+) layers")
@@ -149,7 +149,7 @@ def read(model: Any, context: Any, caches: Caches) -> Capabilities:
         n_attention_layers=caches.n_layers,
         n_window_layers=caches.n_window_layers,
         has_mla=library.number(model, "attention.key_length_mla") > 0,
-        has_mrope=llama_cpp.llama_model_rope_type(model) in MROPE,
+        has_mrope=llama_cpp.llama_model_rope_type(model) in _MROPE,
     )
 
 

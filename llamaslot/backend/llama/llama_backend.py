@@ -30,6 +30,7 @@ from llamaslot.backend.llama import (
 from llamaslot.backend.llama.costs import DisturbedError, Measurements, Quiet, StoppedError
 from llamaslot.backend.llama.loading import Context, LlamaSettings, LoadingStopped, sequences
 from llamaslot.backend.llama.operations import KvOperations
+from llamaslot.backend.llama.positions import TileSpan
 from llamaslot.backend.llama.sampling.candidates import Logits, score_of
 from llamaslot.backend.llama.sampling.device_sampler import ChainSpec, DeviceChains, DeviceSampler
 from llamaslot.backend.llama.sampling.host_sampler import HostSampler
@@ -61,7 +62,7 @@ from llamaslot.base.tokens import Tokens
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from llamaslot.backend.llama.projector import Embeddings, Projector
+    from llamaslot.backend.llama.projector import EncodedTile, Projector
 
 _log = structlog.get_logger(__name__)
 
@@ -191,15 +192,16 @@ class LlamaBackend:
             # llama.cpp reports the position of the partial state, which the sequence may have lost; without a
             # memory it knows of no sequence.
             return self._kv.lengths[seq]
-        self._kv.lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+        end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+        self._kv.set_length(seq, self._kv.tiles.n_tokens(seq, end))
         return self._kv.lengths[seq]
 
     def seq_range(self, seq: int) -> range:
-        """Return the positions that a sequence holds, from the lowest to the highest."""
+        """Return the tokens that a sequence holds, from the first to the last."""
         self._check_seq(seq)
         if not self._kv.states.is_live(seq) or not self._memory:
             return range(self._kv.lengths[seq])
-        end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+        end = self._kv.tiles.n_tokens(seq, llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1)
         # With windows and recurrent states, llama.cpp's lowest position is not that of the KV of every token.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
@@ -222,15 +224,15 @@ class LlamaBackend:
         check_runs(runs, length_of=self._kv.length, info=self.info, states=self._kv.states)
         self._kv.transfer.end_changes()
         status, sent = Status.OK, {run.seq: (run.start, 0) for run in runs}
-        embeddings = None
+        encoded = None
         if runs[0].tile is not None:
-            embeddings = self._encode(runs[0].tile)
-            if embeddings is None:
+            encoded = self._encode(runs[0].tile)
+            if encoded is None:
                 return Decoded(Status.INVALID, sent)
         self._chains.prepare(runs, draws)
         batches = self._batches(runs)
         for i, batch in enumerate(batches, start=1):
-            status = self._compute(batch, embeddings, embeds=self._has_vectors and i == len(batches))
+            status = self._compute(batch, encoded, embeds=self._has_vectors and i == len(batches))
             for seq, (first, n) in self._batch.sent().items():
                 n_before = sent[seq][1]
                 sent[seq] = first - n_before, n_before + n
@@ -238,7 +240,7 @@ class LlamaBackend:
                 break
         if status in (Status.ABORTED, Status.FATAL):
             for run in reversed(runs):
-                self._kv.lengths[run.seq] = run.start
+                self._kv.set_length(run.seq, run.start)
             self._kv.failed(runs)
         return Decoded(status, sent)
 
@@ -284,25 +286,27 @@ class LlamaBackend:
             raise NotSupportedError("this server takes no images: start it with --mmproj")
         return self._projector.layout(size)
 
-    def _encode(self, tile: Tile) -> Embeddings | None:
-        """Return the embeddings of a tile; None if that fails."""
+    def _encode(self, tile: Tile) -> EncodedTile | None:
+        """Return what is computed in place of a tile's tokens; None if that fails."""
         assert self._projector is not None
-        embeddings = self._projector.encode(tile)
-        self._n_tiles_encoded += embeddings is not None
-        return embeddings
+        encoded = self._projector.encode(tile)
+        self._n_tiles_encoded += encoded is not None
+        return encoded
 
-    def _compute(
-        self, runs: Sequence[Run], embeddings: Embeddings | None = None, *, embeds: bool = False
-    ) -> Status:
+    def _compute(self, runs: Sequence[Run], encoded: EncodedTile | None = None, *, embeds: bool = False) -> Status:
         """Compute one batch; with `embeds` each of its sequences gets a vector. A failure is left to the caller.
 
-        `embeddings` are those of the tile of which the only run is a part.
+        `encoded` is the tile of which the only run is a part.
         """
-        is_acausal = False
-        if runs[0].tile is not None and embeddings is not None:
-            embeddings = embeddings[runs[0].start - runs[0].tile.start :][: len(runs[0].tokens)]
+        is_acausal, part = False, None
+        starts = [self._kv.tiles.of(run.seq, run.start) for run in runs]
+        if runs[0].tile is not None and encoded is not None:
+            first = runs[0].start - runs[0].tile.start
+            part = encoded.part(first, first + len(runs[0].tokens))
             is_acausal = self._projector is not None and not self._projector.is_causal
-        self._rows, self._targets = self._batch.fill(runs, has_outputs=embeds, embeddings=embeddings)
+            if encoded.n_positions:
+                starts = [self._kv.tiles.of(runs[0].seq, runs[0].tile.start)]
+        self._rows, self._targets = self._batch.fill(runs, starts, has_outputs=embeds, tile=part)
         if self.info.pooling:
             llama_cpp.llama_set_embeddings(self._context, embeds)
         if self._threads is not None:
@@ -318,8 +322,11 @@ class LlamaBackend:
         if self._threads is not None:
             self._threads.ended_at = perf_counter()
         if code == 0:
-            for run in runs:
+            for run, start in zip(runs, starts, strict=True):
                 self._kv.lengths[run.seq] += len(run.tokens)
+                if part is not None and part.n_positions:
+                    span = TileSpan(run.start, run.start + len(run.tokens), start, part.n_positions)
+                    self._kv.tiles.append(run.seq, [span])
             self._kv.states.decoded(run.seq for run in runs)
         return _status(code)
 
@@ -621,6 +628,7 @@ class LlamaBackend:
         if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
             sizes = first_steps.state_sizes(self, self._kv, token)
             found["segment_size"], found["checkpoint_size"] = sizes
+            self._kv.segment_size = sizes[0]
         if self.info.adapters:
             found["adapter_switch_ms"] = first_steps.adapter_switch_ms(self, self._context, token)
         if self._settings.context_shift and not self.info.unshifted_reason:
@@ -791,8 +799,10 @@ class Batch:
 
     def __init__(self, size: int) -> None:
         self._tokens = np.zeros(size, dtype=np.int32)
-        self._embeddings: npt.NDArray[np.float32] | None = None
-        """Those of the last batch, if it was of a tile."""
+        self._kept: tuple[npt.NDArray[Any], ...] = ()
+        """What llama.cpp reads of the last batch, if it was of a tile."""
+        self._starts: dict[int, tuple[int, int]] = {}
+        """First token of each sequence in the batch, and its position."""
         self._positions = np.zeros(size, dtype=np.int32)
         self._n_seq_id = np.ones(size, dtype=np.int32)
         self._seqs = np.zeros(size, dtype=np.int32)
@@ -812,23 +822,27 @@ class Batch:
     def fill(
         self,
         runs: Sequence[Run],
+        starts: Sequence[int],
         *,
         has_outputs: bool = False,
-        embeddings: npt.NDArray[np.float32] | None = None,
+        tile: EncodedTile | None = None,
     ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, Tokens]]]:
-        """Write the runs one after another; with `has_outputs` every token has an output.
+        """Write the runs one after another, each from its position in `starts` on.
 
-        `embeddings` stand in place of the tokens, whose ids llama.cpp must not see.
+        With `has_outputs` every token has an output. A `tile` stands in place of the tokens, whose ids llama.cpp
+        must not see.
 
         Returns, by sequence id, the first row of logits to sample from and the draft, and the first row and
         tokens to be scored.
         """
         rows, targets = {}, {}
         at = 0
-        for run in runs:
+        self._starts = {}
+        for run, start in zip(runs, starts, strict=True):
             n = len(run.tokens)
+            self._starts.setdefault(run.seq, (run.start, start))
             self._tokens[at : at + n] = run.tokens
-            self._positions[at : at + n] = np.arange(run.start, run.start + n) if n > 1 else run.start
+            self._positions[at : at + n] = np.arange(start, start + n) if n > 1 else start
             self._seqs[at : at + n] = run.seq
             self._output[at : at + n] = has_outputs
             if run.targets is not None and len(run.targets):
@@ -840,17 +854,28 @@ class Batch:
                 self._output[first:at] = 1
                 rows[run.seq] = first, self._tokens[first + 1 : at].tolist()
         self.struct.n_tokens = at
-        self._embeddings = embeddings
-        self.struct.token = _as(self._tokens, ctypes.c_int32) if embeddings is None else None
-        self.struct.embd = _as(embeddings, ctypes.c_float) if embeddings is not None else None
+        self._use_tile(tile, starts[0])
         return rows, targets
 
+    def _use_tile(self, tile: EncodedTile | None, start: int) -> None:
+        """Compute a tile from a position on instead of tokens, or tokens again without one."""
+        positions = self._positions
+        if tile is not None and tile.places is not None:
+            # The fourth number of each token is always 0.
+            from_start = np.array([[start]] * 3 + [[0]], dtype=np.int32)
+            positions = np.ascontiguousarray(tile.places + from_start)
+        self._kept = (tile.embeddings, positions) if tile is not None else ()
+        self.struct.token = _as(self._tokens, ctypes.c_int32) if tile is None else None
+        self.struct.embd = _as(tile.embeddings, ctypes.c_float) if tile is not None else None
+        self.struct.pos = _as(positions, ctypes.c_int32)
+
     def sent(self) -> dict[int, tuple[int, int]]:
-        """Return the first position and the number of tokens by sequence id, from the arrays given to llama.cpp."""
+        """Return the first and the number of tokens by sequence id, from the arrays given to llama.cpp."""
         n = self.struct.n_tokens
         sent: dict[int, tuple[int, int]] = {}
         for seq, position in zip(self._seqs[:n].tolist(), self._positions[:n].tolist(), strict=True):
-            first, n_tokens = sent.get(seq, (position, 0))
+            token, start = self._starts[seq]
+            first, n_tokens = sent.get(seq, (token + position - start, 0))
             sent[seq] = first, n_tokens + 1
         return sent
 

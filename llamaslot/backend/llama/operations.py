@@ -13,6 +13,7 @@ from typing import Any
 
 import llama_cpp
 
+from llamaslot.backend.llama.positions import Positions, TileSpan, saved_positions
 from llamaslot.backend.llama.saved_states import (
     PartialStates,
     PoolTransfer,
@@ -21,6 +22,7 @@ from llamaslot.backend.llama.saved_states import (
     save_sequence,
     sequence_bytes,
 )
+from llamaslot.backend.state_format import join_parts
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Run
 from llamaslot.base.model import ModelInfo, StateKind
@@ -36,6 +38,7 @@ class Held:
     states: dict[int, kv_ops.Kv]
     """Saved sequences in llama.cpp's format."""
     lengths: list[int]
+    tiles: list[tuple[TileSpan, ...]]
     is_live: list[bool]
 
 
@@ -48,6 +51,10 @@ class KvOperations:
     def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, earlier: KvOperations | None = None) -> None:
         self.lengths = [0] * n_seqs
         """Number of tokens that each sequence holds."""
+        self.tiles = Positions(n_seqs, has_tiles=info.state.has_mrope and info.projector is not None)
+        """Positions of these tokens."""
+        self.segment_size = info.segment_size
+        """Size of segments, once it is measured."""
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
         self.states = kv_ops.StateRecord(kind, info.state.n_swa, info.state.n_rollback)
         """Record of which sequences have their partial state, and so can be decoded."""
@@ -57,7 +64,7 @@ class KvOperations:
         self._scratch = n_seqs - 1 if info.unified and n_seqs > info.n_slots else None
         """Id of the scratch sequence, through which a unified pool saves and loads."""
         self.transfer: PoolTransfer | StreamTransfer = (
-            PoolTransfer(context, self._scratch, self.partial.strip)
+            PoolTransfer(context, self._scratch, self.partial.strip, self.tiles)
             if info.unified
             else StreamTransfer(context, self.length)
         )
@@ -90,6 +97,7 @@ class KvOperations:
             case kv_ops.Remove():
                 self._remove(operation)
             case kv_ops.Copy(src=src, dst=dst, end=end):
+                self.tiles.at(src, operation.start, end)
                 with self._emptied_if_it_fails(dst):
                     if end == self.lengths[src]:
                         # Else `dst` is stripped. `seq_cp` copies the latest state of `src`, and leaves it to `dst`
@@ -97,8 +105,10 @@ class KvOperations:
                         self._settle(src, dst)
                     self.transfer.copy(operation)
                 self.states.copy(operation, self.lengths[src])
+                self.tiles.append(dst, self.tiles.within(src, range(operation.start, end)))
                 self._set_length(dst, end)
-            case kv_ops.Share(src, dst, start, end):
+            case kv_ops.Share(src, dst):
+                start, end = self.tiles.of(dst, operation.start), self.tiles.of(dst, operation.end)
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
             case kv_ops.Shift():
@@ -106,7 +116,7 @@ class KvOperations:
                     self._shift(operation)
             case kv_ops.Save(segment, src, start, end):
                 try:
-                    kv = self.transfer.save(src, range(start, end))
+                    kv = self._saved(src, range(start, end))
                 except MemoryError as error:
                     raise kv_ops.NotSavedError(segment) from error
                 self.put(segment, range(start, end), kv)
@@ -137,6 +147,11 @@ class KvOperations:
         kv_ops.check_seq(seq, len(self.lengths))
         return self.lengths[seq]
 
+    def set_length(self, seq: int, length: int) -> None:
+        """Record the length of a sequence."""
+        self.lengths[seq] = length
+        self.tiles.truncate(seq, length)
+
     def failed(self, runs: Sequence[Run]) -> None:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
 
@@ -157,13 +172,14 @@ class KvOperations:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             elif not self.states.is_live(seq):
                 self.partial.strip(seq)
-                llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, self.tiles.of(seq, length), -1)
 
     def clear(self) -> None:
         """Empty all sequences and clear all data, since a free state may not be clear (fact 34)."""
         self.transfer.end_changes()
         llama_cpp.llama_memory_clear(self._memory, True)
-        self.lengths = [0] * len(self.lengths)
+        for seq in range(len(self.lengths)):
+            self.set_length(seq, 0)
         self.states.clear()
 
     def set_aside(self) -> Held:
@@ -180,7 +196,8 @@ class KvOperations:
                 states[seq] = save_sequence(self._context, seq)
             except MemoryError as error:
                 raise kv_ops.NotSavedError(seq) from error
-        held = Held(states, list(self.lengths), [self.states.is_live(seq) for seq in range(len(self.lengths))])
+        is_live = [self.states.is_live(seq) for seq in range(len(self.lengths))]
+        held = Held(states, list(self.lengths), list(self.tiles.of_seqs), is_live)
         self.clear()
         return held
 
@@ -191,7 +208,7 @@ class KvOperations:
             if not load_sequence(self._context, seq, state):
                 self.clear()
                 return False
-        self.lengths = held.lengths
+        self.lengths, self.tiles.of_seqs = held.lengths, held.tiles
         self.states.set_live(held.is_live)
         return True
 
@@ -200,7 +217,7 @@ class KvOperations:
 
         Raises `MemoryError` if stripping needs a window cell and none is free; the sequence is then empty.
         """
-        self.lengths[seq] = length
+        self.set_length(seq, length)
         if self.states.is_live(seq):
             return
         try:
@@ -221,7 +238,7 @@ class KvOperations:
     def _empty(self, seq: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
         self.states.truncate(kv_ops.Remove(seq, 0), self.lengths[seq])
-        self.lengths[seq] = 0
+        self.set_length(seq, 0)
 
     def _remove(self, operation: kv_ops.Remove) -> None:
         seq, keep = operation.seq, operation.keep
@@ -229,9 +246,10 @@ class KvOperations:
             return
         if keep > 0 and not self._info.can_reuse:
             raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
+        position = self.tiles.cut(seq, keep)
         self.states.truncate(operation, self.lengths[seq])
         self._set_length(seq, keep)
-        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1):
+        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, position if keep else -1, -1):
             raise kv_ops.IllegalCallError(f"llama.cpp did not truncate sequence {seq} to {keep} tokens")
 
     def _settle(self, *seqs: int) -> None:
@@ -253,6 +271,15 @@ class KvOperations:
         llama_cpp.llama_memory_seq_add(self._memory, seq, end, self.lengths[seq], start - end)
         self.lengths[seq] -= end - start
 
+    def _saved(self, src: int, wanted: range) -> kv_ops.Kv:
+        """Return a segment of these tokens, which may begin or end within a tile; raises `MemoryError`."""
+        held = self.tiles.whole(src, wanted)
+        kv = self.transfer.save(src, held)
+        if held == wanted:
+            return kv
+        assert self.segment_size is not None
+        return join_parts([kv_ops.KvPart(kv, held, wanted)], self.segment_size)
+
     def _load(self, operation: kv_ops.Load) -> None:
         """Append parts of segments; raises `NotLoadedError`.
 
@@ -264,6 +291,9 @@ class KvOperations:
         ]
         try:
             self.transfer.load(operation.dst, operation.start, parts)
+            if self.tiles.has_tiles:
+                for each in parts:
+                    self.tiles.append(operation.dst, saved_positions(*each)[1])
         except (MemoryError, ValueError) as error:
             # Rows of an unknown format cannot be joined.
             raise kv_ops.NotLoadedError(operation.parts[0][0]) from error
@@ -271,9 +301,9 @@ class KvOperations:
     def _restore(self, operation: kv_ops.Restore) -> None:
         seq, end = operation.dst, self.states.checkpoints[operation.checkpoint]
         try:
-            self.partial.restore(operation, end)
+            self.partial.restore(operation, self.tiles.cut(seq, end))
         except kv_ops.NotLoadedError:
             self._empty(seq)
             raise
         self.states.restore(seq)
-        self.lengths[seq] = end
+        self.set_length(seq, end)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 import msgspec
@@ -28,7 +28,6 @@ import numpy.typing as npt
 import structlog
 
 from llamaslot.backend.llama import library, loading
-from llamaslot.backend.llama.capabilities import MROPE
 from llamaslot.backend.llama.loading import LlamaSettings
 from llamaslot.base.errors import ConfigError, InvalidRequestError, UnavailableError
 from llamaslot.base.files import Tensor, open_regular, read_projector
@@ -46,7 +45,24 @@ _NO_WEIGHTS = range(24, 29)
 """ggml's types of integers, and of 64-bit floats, for which it has no products."""
 _FLAG = "--mmproj"
 
-Embeddings = npt.NDArray[np.float32]
+
+class EncodedTile(NamedTuple):
+    """What is computed in place of tokens of a tile, until the next tile is encoded."""
+
+    embeddings: npt.NDArray[np.float32]
+    """`[tokens, width of the model's input]`."""
+    places: npt.NDArray[np.int32] | None = None
+    """Position, row, column and a 0 of each token, counted from the tile's first one, `[4, tokens]`.
+
+    None for a model without M-RoPE.
+    """
+    n_positions: int = 0
+    """With M-RoPE: positions from the first token to the one after the tile."""
+
+    def part(self, start: int, end: int) -> EncodedTile:
+        """Return tokens `[start, end)`."""
+        places = self.places[:, start:end] if self.places is not None else None
+        return EncodedTile(self.embeddings[start:end], places, self.n_positions)
 
 
 class Projector:
@@ -82,8 +98,8 @@ class Projector:
             )
         return ImageLayout(pieces)
 
-    def encode(self, tile: Tile) -> Embeddings | None:
-        """Return the embeddings of a tile (float32, tokens x width of the model's input), until the next call.
+    def encode(self, tile: Tile) -> EncodedTile | None:
+        """Return what is computed in place of a tile's tokens.
 
         None, with the reason in the log, if the file cannot be decoded, or llama.cpp cannot compute them.
         """
@@ -100,13 +116,22 @@ class Projector:
         if tile.number >= len(tiles):
             raise IllegalCallError(f"the image has {len(tiles)} tiles, so none of number {tile.number}")
         chunk = tiles[tile.number]
-        shape = mtmd.mtmd_input_chunk_get_n_tokens(chunk), self._width
-        if shape[0] != tile.end - tile.start:
-            raise IllegalCallError(f"a tile of {shape[0]} tokens at {tile.end - tile.start} positions")
+        n = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        if n != tile.end - tile.start:
+            raise IllegalCallError(f"a tile of {n} tokens at {tile.end - tile.start} positions")
         if mtmd.mtmd_encode_chunk(self._handle, chunk):
             _log.error("llama.cpp cannot encode an image")
             return None
-        return np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), shape)
+        embeddings = np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), (n, self._width))
+        if not mtmd.mtmd_decode_use_mrope(self._handle):
+            return EncodedTile(embeddings)
+        found = (mtmd.mtmd_decoder_pos * n)()
+        mtmd.mtmd_helper_image_get_decoder_pos(mtmd.mtmd_input_chunk_get_tokens_image(chunk), 0, found)
+        # llama.cpp takes the row before the column.
+        places = np.ctypeslib.as_array(found).view(np.int32).reshape(n, 4)[:, [0, 2, 1, 3]].T
+        if places[0].any() or places[3].any():
+            raise IllegalCallError("tokens of a tile at several positions")
+        return EncodedTile(embeddings, places, mtmd.mtmd_input_chunk_get_n_pos(chunk))
 
     def _chunks(self, image: PromptImage) -> Any:
         """Return the preprocessed tiles of an image, which are kept until those of another are asked for."""
@@ -136,10 +161,6 @@ def load(model: Any, settings: LlamaSettings, n_threads: int) -> Projector:
     """Load the projector of `settings.mmproj` for a model; raises `ConfigError`."""
     path = settings.mmproj
     assert path is not None
-    if llama_cpp.llama_model_rope_type(model) in MROPE:
-        raise _error(
-            f"{settings.model} counts positions of images in several dimensions (M-RoPE): not supported yet"
-        )
     before = ModelFile.of(path)
     read_projector(path)
     digest = _digest(path, settings)

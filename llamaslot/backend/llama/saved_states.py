@@ -24,6 +24,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.host import new_kv
+from llamaslot.backend.llama.positions import Positions, saved_positions
 from llamaslot.backend.state_format import Rows, join, rows_of_sequence
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
 from llamaslot.base.model import StateKind
@@ -94,7 +95,7 @@ class PartialStates:
             raise NotSavedError(operation.checkpoint) from error
 
     def restore(self, operation: Restore, end: int) -> None:
-        """Load a checkpoint that was taken at `end` tokens into a sequence, and truncate the sequence to `end`.
+        """Load a checkpoint into a sequence, and truncate the sequence to position `end`, where it was taken.
 
         Raises `NotLoadedError` if memory does not suffice; the sequence must then be emptied.
         """
@@ -104,7 +105,7 @@ class PartialStates:
         # A later recurrent state must not go back (fact 44): it would to one that was never in its place.
         is_later = self._kind.has_recurrent_state and llama_cpp.llama_memory_seq_pos_max(self._memory, seq) >= end
         if is_later or not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
-            raise IllegalCallError(f"{operation}: the state does not belong to {end} tokens")
+            raise IllegalCallError(f"{operation}: the state does not belong to position {end}")
 
     def settle(self, seq: int) -> None:
         """Make the state to which a sequence was rolled back the one that llama.cpp copies (fact 44).
@@ -153,14 +154,17 @@ class PoolTransfer:
     Without a scratch sequence it can only copy.
     """
 
-    def __init__(self, context: Any, scratch: int | None, strip: Callable[[int], None]) -> None:
+    def __init__(
+        self, context: Any, scratch: int | None, strip: Callable[[int], None], positions: Positions
+    ) -> None:
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._scratch = -1 if scratch is None else scratch
         self._strip = strip
+        self._positions = positions
 
     def save(self, src: int, wanted: range) -> Kv:
-        """Return the KV of these positions of a sequence, as a segment."""
+        """Return the KV of these tokens of a sequence, as a segment."""
         with self._in_scratch(src, wanted):
             return save_sequence(self._context, self._scratch)
 
@@ -170,31 +174,35 @@ class PoolTransfer:
             return sequence_bytes(self._context, self._scratch)
 
     def load(self, dst: int, start: int, parts: Sequence[tuple[Kv, range, range]]) -> None:
-        """Append parts, each a segment, its positions and the wanted ones, to a sequence of `start` tokens."""
-        for state, _, wanted in parts:
+        """Append parts, each a segment, its tokens and the wanted ones, to a sequence of `start` tokens."""
+        for state, tokens, wanted in parts:
+            positions = saved_positions(state, tokens, wanted)[0] if self._positions.has_tiles else wanted
             try:
                 if not load_sequence(self._context, self._scratch, state):
                     raise MemoryError(f"llama.cpp could not load {len(state)} bytes")
-                self.copy(Copy(self._scratch, dst, wanted.start, wanted.stop))
+                self._copy(self._scratch, dst, positions)
             finally:
                 llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
 
     def copy(self, operation: Copy) -> None:
         """Append tokens of a sequence to another one, which then shares their cells."""
-        llama_cpp.llama_memory_seq_cp(self._memory, operation.src, operation.dst, operation.start, operation.end)
+        self._copy(operation.src, operation.dst, self._positions.at(operation.src, operation.start, operation.end))
 
     def end_changes(self) -> None:
         """Do nothing, since nothing is kept."""
 
     @contextmanager
-    def _in_scratch(self, src: int, wanted: range) -> Iterator[None]:
+    def _in_scratch(self, src: int, tokens: range) -> Iterator[None]:
         """Copy a range, without a partial state, to the scratch sequence; empty that afterwards."""
-        llama_cpp.llama_memory_seq_cp(self._memory, src, self._scratch, wanted.start, wanted.stop)
+        self._copy(src, self._scratch, self._positions.at(src, tokens.start, tokens.stop))
         try:
             self._strip(self._scratch)
             yield
         finally:
             llama_cpp.llama_memory_seq_rm(self._memory, self._scratch, -1, -1)
+
+    def _copy(self, src: int, dst: int, positions: range) -> None:
+        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, positions.start, positions.stop)
 
 
 class StreamTransfer:
