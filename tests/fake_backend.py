@@ -167,7 +167,12 @@ class FakeBackend:
     """`Backend` of a hash function.
 
     `failures` are the results of the next decodes, each with the number of runs that are applied all the same.
+    With the projector `joint` tokens of a tile cannot be removed or copied alone, as in models with M-RoPE.
     """
+
+    n_tiles_encoded = n_decoded = 0
+    n_switches = 0
+    """Number of steps with other adapters than the one before."""
 
     def __init__(
         self,
@@ -191,7 +196,7 @@ class FakeBackend:
         attends_later: bool = False,
         n_adapters: int = 0,
         flash_attn: bool = True,
-        projector: bool | Literal["whole"] = False,
+        projector: bool | Literal["whole", "joint"] = False,
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
@@ -220,6 +225,7 @@ class FakeBackend:
             adapters=tuple(Adapter(f"{i}.gguf", f"digest-{i}", 0.0) for i in range(n_adapters)),
             projector=ProjectorInfo("projector", n_ubatch * (projector == "whole")) if projector else None,
         )  # fmt: skip
+        self._is_joint = projector == "joint"
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
         """Tokens after which a sequence has no logits."""
@@ -227,9 +233,9 @@ class FakeBackend:
         """Saved segments whose cells are bad once loaded."""
         self.bad_images: set[bytes] = set()
         """Files of images that cannot be encoded."""
-        self.n_tiles_encoded = 0
+        self._tiles: dict[int, int] = {}
+        """Numbers of tokens of the tiles, by the id of the first one, if these cannot be cut."""
         self.samplers: list[FakeSampler] = []
-        self.n_decoded = 0
         self.is_loaded = True
         self.load_error = ""
         """Reason why the model cannot be loaded again."""
@@ -240,8 +246,6 @@ class FakeBackend:
         self.is_spoiled = False
         """True once a token of `poison` was computed without flash attention, until its data is cleared."""
         self._adapters: Adapters = ()
-        self.n_switches = 0
-        """Number of steps with other adapters than the one before."""
         self._rows: dict[int, list[int]] = {}
         self._drafts: dict[int, list[int]] = {}
         self._targets: dict[int, Run] = {}
@@ -318,6 +322,7 @@ class FakeBackend:
             scratch=self._scratch,
             states=self.states,
         )
+        self._check_tiles(operation)
         match operation:
             case kv_ops.Remove(seq, keep):
                 if not self._can_reuse and not self.info.can_trim and 0 < keep < self.seq_len(seq):
@@ -325,7 +330,8 @@ class FakeBackend:
                 self._remove(operation)
             case kv_ops.Copy(src) | kv_ops.Share(src) | kv_ops.Save(src=src) if src in self._unrotated:
                 raise kv_ops.IllegalCallError(f"{operation}: the keys of moved tokens are not rotated yet")
-            case kv_ops.Share(src, dst, start, end):
+            case kv_ops.Share(src, dst):
+                start, end = (self._tile_start(dst, n) for n in (operation.start, operation.end))
                 self._pool(dst).remove(dst, start, end)
                 self._pool(dst).copy(src, dst, start, end)
             case kv_ops.Shift():
@@ -348,6 +354,8 @@ class FakeBackend:
                     self._load(segment, dst, start, end)
                 self.states.load(dst)
                 self._set_state(dst, None)
+                if self._tile_start(dst, operation.end) != operation.end and not self.states.has_states:
+                    raise kv_ops.IllegalCallError(f"{operation}: a part of a tile")
             case kv_ops.Take(checkpoint, src, end):
                 self.states.checkpoints[checkpoint] = end
                 self._taken[checkpoint] = self._partial[src]
@@ -428,8 +436,26 @@ class FakeBackend:
             raise kv_ops.IllegalCallError("the tokens are not those of the tile")
         if image.data in self.bad_images:
             return False
+        if self._is_joint:
+            self._tiles[int(run.tokens[0])] = len(run.tokens)
         self.n_tiles_encoded += 1
         return True
+
+    def _tile_start(self, seq: int, n: int) -> int:
+        """Return `n`, or the start of the tile within which a sequence would end that has so many tokens."""
+        ids = [token_of(cell) for _, cell in self.seen(seq)]
+        starts = (i for i, each in enumerate(ids) if each in self._tiles)
+        return next((start for start in starts if start < n < start + self._tiles[ids[start]]), n)
+
+    def _check_tiles(self, operation: kv_ops.Operation) -> None:
+        cuts: list[tuple[int, int]] = []
+        match operation:
+            case kv_ops.Remove(seq, keep):
+                cuts = [(seq, keep)]
+            case kv_ops.Copy(src, _, start, end):
+                cuts = [(src, start), (src, end)]
+        if any(self._tile_start(seq, n) != n for seq, n in cuts):
+            raise kv_ops.IllegalCallError(f"{operation}: a part of a tile")
 
     def use_adapters(self, adapters: Adapters) -> None:
         """Have KV depend on these adapters from now on."""

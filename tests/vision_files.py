@@ -39,8 +39,8 @@ def write_projector(
     architecture: str = "clip",
 ) -> Path:
     """Write a projector for models of a width. `mlp` is LLaVA's: one tile of 64 tokens; `gemma3` one of 16 that
-    attend to each other; `idefics3` cuts larger images to tiles of 16; `lfm2` has one of 64 to 256; `qwen2vl_merger`
-    one of any shape, for models with M-RoPE.
+    attend to each other; `idefics3` cuts larger images to tiles of 16; `lfm2` has one of 64 to 256;
+    `qwen2vl_merger` one of any shape, for models with M-RoPE.
 
     `values` and `tensors` are further ones, or in place of those; None stands for one that is missing.
     """

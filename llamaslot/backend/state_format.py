@@ -41,8 +41,8 @@ from llamaslot.base.model import SegmentSize, StateKind
 HEADER_BYTES = 8
 """Magic and sequence id."""
 TILES_CELL_BYTES = 24
-"""Bytes of a cell's entry with the three numbers of M-RoPE: column and row of a token of a tile, and the token's id.
-The first two are the position, and the third is negative, unless it is of a text.
+"""Bytes of a cell's entry with the three numbers of M-RoPE: column and row of a token of a tile, and the id of a
+token of a text. Else the first two are the position, and the third is negative.
 """
 LAYOUTS = tuple(product((12, TILES_CELL_BYTES), (True, False)))
 """Possible layouts: bytes of a cell's entry, and whether there is V."""
@@ -234,7 +234,7 @@ class Rows:
 
 
 def rows_of_sequence(state: Kv, positions: range, wanted: range, *, stream: int = 0, n_streams: int = 1) -> Rows:
-    """Return the `wanted` rows of a saved sequence that holds tokens `positions` in one stream, and no partial state.
+    """Return the `wanted` rows of a saved sequence that holds these tokens in one stream, and no partial state.
 
     Raises `ValueError` for other bytes.
     """

@@ -246,6 +246,8 @@ class KVCache:
             # Computing is faster than the copy. Later segments are loaded only if segments cover the gap as well.
             start = self.length(seq)
             match = match.cut(start, match.parts_from(start))
+            if not self.settings.has_states:
+                match = match.before_tile()
         if n_copied:
             self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.
@@ -259,7 +261,6 @@ class KVCache:
         self._restorer.finish(seq)
         if loaded.status is LoadStatus.DONE:
             self._restorer.fall_back(seq)
-            self._restorer.cut_to_tile(seq, match)
         self._n_loaded += loaded.n_loaded
         self._tiers.counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)

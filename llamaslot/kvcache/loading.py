@@ -39,7 +39,7 @@ paths can be continued only from a *restore point*: a node that has a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from llamaslot.base.images import before_tile
@@ -116,8 +116,9 @@ class Loader:
 
         These are the leading parts that save most time: a segment is loaded whole, so the last one is left out if
         too little of it is needed, and the rest of a path if it is only on a disk that is slower than computing.
-        For models with a partial state it is all parts or none, since the state may have to be restored at their
-        end. In a partitioned pool the resident part is saved and loaded along with them.
+        They do not end within a tile, of which the pool has no parts. For models with a partial state it is all
+        parts or none, since the state may have to be restored at their end. In a partitioned pool the resident part
+        is saved and loaded along with them.
         """
         parts = self._disk.readable(match.parts) if match.parts else []
         # In tokens computed meanwhile.
@@ -125,7 +126,8 @@ class Loader:
         n_worth, best = 0, 0.0
         for n_parts, part in enumerate(parts, 1):
             gain += part.end - part.start - self._cost(part.segment)
-            if gain > best and (n_parts == len(parts) or not self._settings.has_states):
+            may_end = n_parts == len(parts) if self._settings.has_states else _is_whole(match, part.end)
+            if gain > best and may_end:
                 n_worth, best = n_parts, gain
         return parts[:n_worth]
 
@@ -152,24 +154,27 @@ class Loader:
                 return LoadResult(LoadStatus.MORE)
             if self._disk.reading and not all(part.segment.state.is_loadable for part in parts):
                 return LoadResult(LoadStatus.READING)
-        for part in parts:
-            segment = part.segment
-            if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
+        for group in _between_tiles(match, parts):
+            segments = [part.segment for part in group]
+            is_saving = any(segment.number in saving for segment in segments)
+            if (max_tokens is not None and n_loaded >= max_tokens) or is_saving:
                 status = LoadStatus.MORE
                 break
-            if not segment.state.is_loadable:
+            if not all(segment.state.is_loadable for segment in segments):
                 status = LoadStatus.READING if self._disk.reading else LoadStatus.DONE
                 break
-            if not self._offloader.free_cells(segment.n_tokens) or not segment.state.is_loadable:
+            has_room = self._offloader.free_cells(sum(segment.n_tokens for segment in segments))
+            if not has_room or not all(segment.state.is_loadable for segment in segments):
                 break
-            start = self._tree.length(seq)
-            self._sequences.load(segment.number, seq, part.end, match.tokens)
-            n_loaded += part.end - start
-            if match.public is not None and segment.is_public:
-                n_public += part.end - start
-            n_read += (part.end - start) * (segment.source == "disk")
-            n_fetched += (part.end - start) * (segment.source == "remote")
-            segment.source = ""
+            for part, segment in zip(group, segments, strict=True):
+                start = self._tree.length(seq)
+                self._sequences.load(segment.number, seq, part.end, match.tokens)
+                n_loaded += part.end - start
+                if match.public is not None and segment.is_public:
+                    n_public += part.end - start
+                n_read += (part.end - start) * (segment.source == "disk")
+                n_fetched += (part.end - start) * (segment.source == "remote")
+                segment.source = ""
         if status is LoadStatus.DONE:
             self._tiers.load_pins.pop(seq, None)
             self._disk.probe_speed(match.parts[len(parts) :])
@@ -186,6 +191,21 @@ class Loader:
             else:
                 read_cost = read_us / prefill_us
         return self._settings.load_cost * segment.n_tokens + read_cost
+
+
+def _is_whole(match: Match, n: int) -> bool:
+    """Return True if the first `n` tokens do not end within a tile, as far as that is known."""
+    return before_tile(unpacked(match.tokens), n) == n
+
+
+def _between_tiles(match: Match, parts: Sequence[SegmentPart]) -> Iterator[Sequence[SegmentPart]]:
+    """Yield the parts that must be loaded together, since the parts before do not end within a tile."""
+    first = 0
+    for i, part in enumerate(parts, 1):
+        # A match with a partial state is cut where it is to be restored.
+        if i == len(parts) or _is_whole(match, part.end):
+            yield parts[first:i]
+            first = i
 
 
 @dataclass(eq=False)
@@ -215,10 +235,12 @@ class StateRestorer:
     def cut(self, match: Match) -> Match:
         """Cut a match to what is worth loading, and at its deepest restore point."""
         worth_loading = self._loader.worth_loading
+        if not self._settings.has_states:
+            match = match.before_tile()
         parts = worth_loading(match)
         n_covered = parts[-1].end if parts else match.n_resident
         if not self._settings.has_states:
-            return (replace(match, n_cached=n_covered) if parts else match).before_tile()
+            return replace(match, n_cached=n_covered) if parts else match
         # No restore point is within a tile.
         for node in self._restore_points(match, n_covered):
             n = node.end
@@ -314,16 +336,6 @@ class StateRestorer:
         if found is not None:
             self._restore(seq, found)
         else:
-            self._sequences.empty(seq)
-
-    def cut_to_tile(self, seq: int, match: Match) -> None:
-        """Remove the first part of a tile from a sequence that did not get all that a match has."""
-        if self._settings.has_states:
-            return
-        n_held = self._tree.length(seq)
-        if n := before_tile(unpacked(match.tokens), n_held):
-            self._sequences.truncate(seq, n)
-        elif n_held:
             self._sequences.empty(seq)
 
     def check(self) -> None:

@@ -82,9 +82,17 @@ class Match:
         return replace(self, resident_end=node, n_resident=n, parts=parts, n_cached=n)
 
     def before_tile(self) -> Match:
-        """Return the match cut to where the tile begins within which it may end: a tile is computed whole."""
-        n = before_tile(unpacked(self.tokens), self.n_cached)
-        return self.cut(n, self.parts_until(n)) if n < self.n_cached else self
+        """Return the match cut to where a tile begins within which it, or its resident part, may end.
+
+        A tile is computed whole, and the pool has no part of one.
+        """
+        tokens = unpacked(self.tokens)
+        n = before_tile(tokens, self.n_resident)
+        if n < self.n_resident:
+            return self.cut(n, ())
+        return (
+            replace(self, parts=self.parts_until(before_tile(tokens, self.parts[-1].end))) if self.parts else self
+        )
 
     def parts_until(self, n: int) -> tuple[SegmentPart, ...]:
         """The parts within the first `n` tokens."""

@@ -64,7 +64,9 @@ class Offloader:
         n_wanted = self._n_free + n_cells
         plan = self._tree.eviction.plan(n_cells, before, excess)
         for seq, start, end in plan.evicted:
-            self.offload_evicted(seq, start, end)
+            # What would be left of a tile goes too.
+            is_last = plan.keeps[seq] == start
+            self.offload_evicted(seq, self._sequences.whole_tiles(seq, start) if is_last else start, end)
         for seq, keep in sorted(plan.keeps.items(), key=lambda item: item[1] == 0):
             # Heirs, which keep tokens, come first: a node must not lose its last holder before its heir ends there.
             self._sequences.truncate(seq, keep)

@@ -15,7 +15,7 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates, OwnCells
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.nodes import Node
+from llamaslot.kvcache.nodes import Node, whole_tiles
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
@@ -99,6 +99,10 @@ class Sequences:
         shared = next((node.end for node in end.path_to_root() if node.is_shared), 0)
         return end.end - shared
 
+    def whole_tiles(self, seq: int, n: int) -> int:
+        """Return how many of its first `n` tokens a sequence can keep: the pool has no parts of tiles."""
+        return whole_tiles(self.end(seq), n)
+
     def append(self, seq: int, tokens: bytes) -> None:
         """Append tokens in cells of their own; those that other sequences hold too now have duplicate cells."""
         start = self._tree.length(seq)
@@ -107,10 +111,11 @@ class Sequences:
             self.duplicates.add(seq, start, start + n_held)
 
     def truncate(self, seq: int, keep: int) -> None:
-        """Truncate a sequence to its first `keep` tokens, in the tree and in the backend."""
+        """Truncate a sequence to its first `keep` tokens, or to where a tile begins that they would cut."""
         length = self._tree.length(seq)
         if keep >= length:
             return
+        keep = self.whole_tiles(seq, keep)
         if keep:
             self._tree.truncate(seq, keep)
             self._remove(seq, length, keep)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPar
 from llamaslot.base.events import Cancelled, Failed, Finished
 from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.model import StateKind
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS, CacheSettings
 from llamaslot.scheduler import drafter
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import Harness, alone, running
@@ -266,6 +268,9 @@ LAYOUTS: Sequence[dict[str, Any]] = (
     {"unified": False, "n_ctx": 2 * N_CTX},
     {"can_trim": False},
     {"projector": "whole", "n_reserved": 2},
+    {"projector": "joint", "n_reserved": 2},
+    {"projector": "joint", "unified": False, "n_ctx": 2 * N_CTX},
+    {"projector": "joint", "kind": StateKind.HYBRID, "n_reserved": 2},
     {"kind": StateKind.WINDOW, "n_reserved": 2},
     {"kind": StateKind.HYBRID, "n_reserved": 2},
 )
@@ -276,10 +281,12 @@ LAYOUTS: Sequence[dict[str, Any]] = (
     todo=st.lists(jobs, min_size=1, max_size=6),
     faults=failures,
     ram=st.sampled_from([{}, {"ram_bytes": 10**6, "offload_after": 1}, {"ram_bytes": 3000}]),
+    segment_tokens=st.sampled_from([5, MAX_SEGMENT_TOKENS]),
 )
 def test_reuse_changes_no_answer(
-    layout: dict[str, Any], todo: list[Job], faults: list[Any], ram: dict[str, int]
+    layout: dict[str, Any], todo: list[Job], faults: list[Any], ram: dict[str, int], segment_tokens: int
 ) -> None:
+    """Also where segments, of which those of a test have few tokens, begin and end within images."""
     backend = FakeBackend(**{"n_ctx": N_CTX, "n_slots": 2, "projector": True} | layout)
 
     async def run() -> Harness:
@@ -303,7 +310,8 @@ def test_reuse_changes_no_answer(
             await asyncio.gather(inject(), *(run_job(i, job) for i, job in enumerate(todo)))
             return engine
 
-    engine = asyncio.run(run())
+    with mock.patch.object(CacheSettings, "segment_tokens", segment_tokens):
+        engine = asyncio.run(run())
     for i, job in enumerate(todo):
         end, text = engine.ends[str(i)].result(), engine.text(str(i))
         if is_too_long(job):

@@ -1,8 +1,8 @@
 """Positions of tokens in llama.cpp, which in some models are not their places in the sequence (M-RoPE).
 
 Everywhere else token n of a sequence is at position n. Models with M-RoPE count the tokens of an image in several
-dimensions: all tokens of a tile have one position, besides a row and a column, and what follows is as many positions
-later as the longer side of the tile has tokens.
+dimensions: all tokens of a tile have one position, besides a row and a column, and what follows is as many
+positions later as the longer side of the tile has tokens.
 
     token       0 1 2 | 3 4 5 6 7 8 | 9 10      a tile of 3 x 2 tokens
     position    0 1 2 | 3 3 3 3 3 3 | 6 7
@@ -63,7 +63,7 @@ class Positions:
         return self.of(seq, n)
 
     def at(self, seq: int, start: int, end: int) -> range:
-        """Return the positions of tokens `[start, end)`; raises `IllegalCallError` if they have a part of a tile."""
+        """Return the positions of tokens `[start, end)`; raises `IllegalCallError` if these cut a tile."""
         return range(self.cut(seq, start), self.cut(seq, end))
 
     def n_tokens(self, seq: int, position: int) -> int:

@@ -1,0 +1,98 @@
+"""Images in the pool: sequences never end within one, since llama.cpp cannot cut it in models with M-RoPE."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llamaslot.base.commands import GenerateParams
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.images import ImageLayout
+from llamaslot.base.kv_ops import Load
+from llamaslot.base.tokens import TokenizedPrompt, packed
+from llamaslot.scheduler.request import Request
+from tests.scheduler.test_scheduler import Driver, TimedBackend, as_tokens
+from tests.vision_files import placed
+
+N_TILE, N_TEXT = 23, 9
+"""Tokens of an image, and of the text before and after it."""
+
+
+class Images(Driver):
+    """A scheduler for prompts with images on a backend that refuses to cut them."""
+
+    def __init__(self, **settings: Any) -> None:
+        shape = {name: settings.pop(name) for name in ("n_ctx", "n_slots", "kind", "unified") if name in settings}
+        backend = TimedBackend(**{"n_ubatch": 64, "n_reserved": 4, "projector": "joint"} | shape)
+        super().__init__(backend=backend, **settings)
+
+    def submit_image(self, name: str, *, n_tiles: int = 1, max_tokens: int = 1, after: str = "c") -> Request:
+        """Queue a request for a prompt of text, an image, and text."""
+        self.n_submitted += 1
+        params = GenerateParams(
+            f"request {self.n_submitted}",
+            sampling=Sampling(temperature=0.0, ignore_eos=True),
+            max_tokens=max_tokens,
+        )
+        layout = ImageLayout((N_TILE, *(((124,), N_TILE) * (n_tiles - 1))))
+        ids, image = placed(name.encode(), layout, N_TEXT)
+        tokens = [*as_tokens("b" * N_TEXT).tolist(), *ids, *as_tokens(after * N_TEXT).tolist()]
+        prompt = TokenizedPrompt(packed(np.array(tokens, dtype=np.int32)), images=(image,))
+        now, can_reuse = self.backend.now, self.backend.info.can_reuse
+        request = Request(params, prompt, arrival=self.n_submitted, now=now, can_reuse=can_reuse)
+        self.scheduler.submit(request)
+        return request
+
+    def run_image(self, name: str, **fields: Any) -> Request:
+        request = self.submit_image(name, **fields)
+        self.finish(request)
+        return request
+
+
+@pytest.mark.parametrize("ram_bytes", [0, 10**6])
+@pytest.mark.parametrize("segment_tokens", [7, 512])
+def test_eviction_leaves_no_part_of_an_image(ram_bytes: int, segment_tokens: int) -> None:
+    n_cut = 0
+    for n_filler in range(20, 64, 3):
+        driver = Images(n_ctx=80, n_slots=2, ram_bytes=ram_bytes, segment_tokens=segment_tokens)
+        first = driver.run_image("1")
+        # Cells for it must be taken from the end of the first path.
+        driver.run("f" * n_filler)
+        kept = driver.cache.length(first.slot)
+        n_cut += kept == N_TEXT
+        assert kept <= N_TEXT or kept >= N_TEXT + N_TILE
+        again = driver.run_image("1")
+        if ram_bytes:
+            assert again.n_prompt_computed == 1
+            assert driver.backend.n_tiles_encoded == 1
+    assert n_cut > 3
+
+
+def test_all_segments_of_an_image_are_loaded_at_once() -> None:
+    """Though no more than a few tokens may be loaded in a step beside a stream."""
+    driver = Images(n_ctx=400, n_slots=2, ram_bytes=10**6, segment_tokens=8, load_us=1000.0, prefill_us=10**5)
+    driver.run_image("1", n_tiles=3)
+    driver.run("f" * 390)
+    stream = driver.submit("s" * 3, max_tokens=100)
+    driver.step()
+    driver.cache.settings.gap_ms = 2.0
+    del driver.plans[:]
+    request = driver.submit_image("1", n_tiles=3)
+    driver.finish(request)
+    ends = [each.end for plan in driver.plans for each in plan.operations if isinstance(each, Load)]
+    assert len(ends) > 4
+    assert max(b - a for a, b in pairwise(ends)) >= N_TILE
+    assert driver.backend.n_tiles_encoded == 3
+    assert request.n_prompt_computed == 1
+    assert stream.n_generated < 100
+
+
+def test_a_segment_of_which_little_is_wanted_is_loaded_for_the_rest_of_an_image() -> None:
+    driver = Images(n_ctx=80, n_slots=1, ram_bytes=10**6, segment_tokens=7, load_us=7.0, prefill_us=10.0)
+    driver.run_image("1")
+    driver.run("f" * 78)
+    assert driver.run_image("1", after="z").n_loaded > N_TILE
+    assert driver.backend.n_tiles_encoded == 1
