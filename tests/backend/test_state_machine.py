@@ -46,7 +46,7 @@ from tests.backend.test_models import failing, logits
 from tests.conftest import LONG
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.noise import Noise
-from tests.vision_files import Kind, picture, with_tokens, write_projector
+from tests.vision_files import Kind, picture, with_mrope, with_tokens, write_projector
 
 N_SLOTS, N_RESERVED = 2, 1
 N_SEQS = N_SLOTS + N_RESERVED + 2  # one spare for moving paths, one for scratch
@@ -109,6 +109,8 @@ class SequencesMachine(RuleBasedStateMachine):
     """False if each sequence has `N_CTX` cells of its own."""
     pictures: Sequence[Picture] = ()
     """Tiles of images that the model takes."""
+    is_joint = False
+    """True if tokens of a tile share a position, so that the backend refuses to cut it."""
 
     def new_backend(self) -> Backend:
         raise NotImplementedError
@@ -259,6 +261,9 @@ class SequencesMachine(RuleBasedStateMachine):
             self.refuses(Share(src, dst, start, end))
             return
         self.backend.change(Share(src, dst, start, end))
+        if self.is_joint:
+            # A tile belongs to the range that has its last token.
+            start, end = (self.bounded(self.held(dst), n) for n in (start, end))
         self.oracle[dst][start:end] = self.oracle[src][start:end]
 
     @precondition(lambda self: any(len(held) > 1 for held in self.oracle.values()))
@@ -354,6 +359,39 @@ class SequencesMachine(RuleBasedStateMachine):
             self.backend.change(load)
             self.extend(dst, history[start:end])
             self.set_live(dst, is_live=False)
+
+    @precondition(lambda self: any(len(held) > 2 for held in self.oracle.values()))
+    @rule(data=st.data())
+    def load_what_was_saved_in_parts(self, data: st.DataObject) -> None:
+        """Save a sequence in parts, also of tiles, and load them into another one."""
+        src = data.draw(st.sampled_from([seq for seq, held in self.oracle.items() if len(held) > 2]))
+        dst = data.draw(seqs.filter(lambda seq: seq != src))
+        history = self.held(src)
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(history) - 1), max_size=4)))
+        number, ends = self.unused_number(), [*cuts, len(history)]
+        self.backend.change(Remove(dst, 0))
+        self.cut(dst, 0)
+        if self.unified and self.cells_used + len(history) > N_CTX:
+            return
+        numbers = range(number, number + len(ends))
+        if any(each in self.segments or each in self.checkpoints for each in numbers):
+            return
+        for each, start, end in zip(numbers, [0, *cuts], ends, strict=True):
+            self.backend.change(Save(each, src, start, end))
+        self.backend.change(Load(dst, 0, tuple(zip(numbers, ends, strict=True))))
+        self.extend(dst, history)
+        self.set_live(dst, is_live=False)
+        for each in numbers:
+            self.backend.change(Free(each))
+
+    @precondition(lambda self: self.is_joint)
+    @rule(seq=seqs, place=st.integers(0, 999))
+    def cut_a_tile(self, seq: int, place: int) -> None:
+        history = self.held(seq)
+        n = place % (len(history) + 1)
+        if self.bounded(history, n) != n:
+            self.refuses(Remove(seq, n))
+            self.refuses(Copy(seq, (seq + 1) % SCRATCH, len(self.oracle[(seq + 1) % SCRATCH]), n))
 
     @precondition(lambda self: self.segments)
     @rule(data=st.data())
@@ -676,10 +714,11 @@ def test_fake_backend(kind: StateKind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [StateKind.NONE, StateKind.WINDOW, StateKind.HYBRID])
-@pytest.mark.parametrize("projector", [True, "whole"])
-def test_fake_backend_with_images(kind: StateKind, projector: bool | Literal["whole"]) -> None:
+@pytest.mark.parametrize("projector", [True, "whole", "joint"])
+def test_fake_backend_with_images(kind: StateKind, projector: bool | Literal["whole", "joint"]) -> None:
     class Machine(FakeMachine):
         n_swa = WINDOW
+        is_joint = projector == "joint"
         pictures = pictures_of(FakeBackend(projector=projector))
 
         def new_backend(self) -> FakeBackend:
@@ -799,14 +838,22 @@ def test_llama_backend_with_a_partial_state(shape: str) -> None:
         ("tiny-swa", "idefics3"),
         ("tiny-lfm2", "idefics3"),
         ("tiny-mamba", "idefics3"),
+        ("tiny-qwen2vl", "qwen2vl_merger"),
+        ("tiny-qwen35", "qwen2vl_merger"),
     ],
 )
 def test_llama_backend_with_images(shape: str, of_projector: Kind, tmp_path: Path) -> None:
-    model = with_tokens(synthetic.ensure(shape, folder=tmp_path, is_exact=True), tmp_path / "model.gguf")
+    is_mrope = of_projector == "qwen2vl_merger"
+    model = with_tokens(
+        synthetic.ensure(shape.replace("-qwen2vl", ""), folder=tmp_path, is_exact=True), tmp_path / "model.gguf"
+    )
+    if shape == "tiny-qwen2vl":
+        model = with_mrope(model, tmp_path / "qwen2vl.gguf")
     chosen = LlamaSettings(
         model, mmproj=write_projector(tmp_path / "mmproj.gguf", of_projector), n_ctx=N_CTX, n_slots=N_SLOTS,
-        n_cache_seqs=N_RESERVED + (shape != "tiny"), n_ubatch=N_UBATCH, n_threads=1, flash_attn="off",
-        cache_type_k="f32", cache_type_v="f32", checkpoints=True, max_draft=5,
+        n_cache_seqs=N_RESERVED + ("tiny-" in shape and shape != "tiny-qwen2vl"), n_ubatch=N_UBATCH, n_threads=1,
+        flash_attn="on" if is_mrope else "off", cache_type_k="f32", cache_type_v="f32", checkpoints=True,
+        max_draft=5,
     )  # fmt: skip
     backend = LlamaBackend(chosen)
     state, tiles = backend.info.state, pictures_of(backend)
@@ -814,7 +861,7 @@ def test_llama_backend_with_images(shape: str, of_projector: Kind, tmp_path: Pat
 
     class LlamaMachine(SequencesMachine):
         kind, n_swa, n_rollback = state.kind, state.n_swa, state.n_rollback
-        pictures = tiles
+        pictures, is_joint = tiles, is_mrope
         backend: LlamaBackend
 
         def new_backend(self) -> LlamaBackend:
