@@ -138,9 +138,14 @@ def test_sequences_share_tiles(chosen: LlamaSettings) -> None:
         pytest.skip("a model with partial states")
     compute(backend, ids, image, seq=1)
     start, n = image.tiles[0][0], len(ids)
+    backend.change(Share(0, 1, n - 5, n))
+    n_free = 256 - 2 * n + 5
+    for at in range(0, n_free, 64):
+        fill(backend, 2, min(64, n_free - at))
+    backend.change(Remove(2, 0))
     # In two ranges that meet within the tile.
     backend.change(Share(0, 1, start - 2, start + 5))
-    backend.change(Share(0, 1, start + 5, n))
+    backend.change(Share(0, 1, start + 5, n - 5))
     n_free = 256 - n - (start - 2)
     for at in range(0, n_free, 64):
         fill(backend, 2, min(64, n_free - at))

@@ -29,8 +29,10 @@ _DEBUG, _INFO, _WARN, _ERROR = 1, 2, 3, 4
 GPU, INTEGRATED_GPU = 1, 2
 """ggml's device types: GPUs with their own memory, and GPUs that use the host's (0 is the CPU)."""
 
-_HARMLESS = ("possible training context overflow",)
-"""Warnings that do not apply: a slot never gets more than the model's training context, however large the pool."""
+_HARMLESS = ("possible training context overflow", "non-consecutive token position")
+"""Warnings that do not apply: a slot never gets more than the model's training context, however large the pool, and
+after an image positions need not follow each other (M-RoPE).
+"""
 
 _NO_GPU = re.compile(r"ggml_cuda_init: failed to initialize \w+: ")
 """Logged if no GPU can be used. An error, unless GPUs are hidden from this process on purpose."""
