@@ -104,7 +104,7 @@ _NOT_SERVED = {
 """Reasons by architecture; `{}` stands for its name."""
 _PROJECTORS_NOT_SERVED = {
     "deepseek4v": "how many tokens an image has depends on its place in the prompt",
-    "hunyuanvl": "positions of its images have several dimensions",
+    "hunyuanvl": "positions within an image depend on how many images precede it",
 }
 """Reasons by type (fact 45)."""
 _ROPE_SCALING = ("none", "linear", "yarn", "longrope")

@@ -1,7 +1,8 @@
 """KV operations: changes of sequences between two decodes as plain data, and the checks that they are legal.
 
 llama.cpp aborts the process on many illegal calls, so each operation is checked before it reaches ctypes.
-Positions count tokens from 0; a sequence of n tokens holds the positions 0 to n - 1, without a gap.
+Positions count tokens from 0; a sequence of n tokens holds the positions 0 to n - 1, without a gap. In models with
+M-RoPE a backend refuses to remove or copy a part of a tile of an image. Segments may have one.
 
 Some models have a *partial state* besides the KV of every token: a recurrent state, or KV of a sliding window. A
 partial state belongs to one position. A sequence is *live* if it has the state of its last token; only live
@@ -90,7 +91,7 @@ class Copy:
 class Share:
     """Replace the cells of `dst` in `[start, end)` by those of `src`, which hold the same tokens.
 
-    In a unified pool only.
+    In a unified pool only. With M-RoPE the range has those tiles whose last token it has.
     """
 
     src: int

@@ -506,7 +506,7 @@ def test_what_does_not_belong_together_is_refused(tiny: Path, tmp_path: Path) ->
     [
         ("mlp", {"values": {"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}}, "audio"),
         ("mlp", {"values": {"clip.has_vision_encoder": None}}, "audio"),
-        ("mlp", {"values": {"clip.projector_type": "hunyuanvl"}}, "several dimensions"),
+        ("mlp", {"values": {"clip.projector_type": "hunyuanvl"}}, "images precede"),
         ("mlp", {"values": {"clip.projector_type": "deepseek4v"}}, "place in the prompt"),
         ("mlp", {"values": {"clip.projector_type": "no_such"}}, "unknown projector"),
         ("mlp", {"values": {"clip.projector_type": None}}, ""),
