@@ -442,7 +442,7 @@ def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: s
         for number, (start, end) in enumerate(image.tiles):
             found = backend._projector.encode(Tile(image, number))
             assert found is not None
-            assert len(found) == end - start
+            assert len(found.embeddings) == end - start
     backend.close()
 
 
