@@ -420,11 +420,12 @@ def test_a_tile_that_does_not_fit_into_a_step_is_refused(tiny: Path, tmp_path: P
         backend.close()
 
 
-@pytest.mark.parametrize("kind", ["mlp", "llava-1.6", "idefics3", "gemma3", "lfm2"])
+@pytest.mark.parametrize("kind", ["mlp", "llava-1.6", "idefics3", "gemma3", "lfm2", "qwen2vl_merger"])
 def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: str) -> None:
     values = {"clip.vision.image_grid_pinpoints": [64, 128, 128, 64, 128, 128]} if kind == "llava-1.6" else {}
     path = write_projector(tmp_path / "a.gguf", "mlp" if values else cast("Kind", kind), values=values)
-    backend = LlamaBackend(LlamaSettings(tiny, mmproj=path, **SETTINGS))
+    model = with_mrope(tiny, tmp_path / "model.gguf") if kind == "qwen2vl_merger" else tiny
+    backend = LlamaBackend(LlamaSettings(model, mmproj=path, **SETTINGS))
     chance = np.random.default_rng(new_seed())
     edges = [0, 1, 2, 200, 201, 2**15, 2**16, 2**31 - 1]
     edges += np.exp(chance.uniform(0, 9.9, 60)).astype(int).tolist()
@@ -443,6 +444,8 @@ def test_any_size_has_a_layout_or_is_refused(tiny: Path, tmp_path: Path, kind: s
             found = backend._projector.encode(Tile(image, number))
             assert found is not None
             assert len(found.embeddings) == end - start
+            if found.places is not None:
+                assert found.n_positions == found.places[1:3].max() + 1
     backend.close()
 
 
