@@ -90,9 +90,9 @@ class Match:
         n = before_tile(tokens, self.n_resident)
         if n < self.n_resident:
             return self.cut(n, ())
-        return (
-            replace(self, parts=self.parts_until(before_tile(tokens, self.parts[-1].end))) if self.parts else self
-        )
+        end = self.parts[-1].end if self.parts else n
+        n = before_tile(tokens, end)
+        return replace(self, parts=self.parts_until(n)) if n < end else self
 
     def parts_until(self, n: int) -> tuple[SegmentPart, ...]:
         """The parts within the first `n` tokens."""
