@@ -204,7 +204,7 @@ def is_projector(name: str) -> bool:
 
 
 def nearest_projector(names: Iterable[str], model: str) -> str:
-    """Return the projector among files of a repository that llama-server takes for a model; empty if there is none.
+    """Return the projector among these files that llama-server takes for a model; empty if there is none.
 
     It is in the model's folder or in one above, as deep as possible, with the quantization nearest in bits.
     """

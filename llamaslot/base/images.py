@@ -4,7 +4,7 @@ llama.cpp cuts an image into *tiles* and puts delimiters between them, which are
 projector (`--mmproj`) computes an embedding for each token of a tile. In a prompt these tokens have negative ids,
 which are a digest of the image's pixels, the projector and the tile's place. So prompts with the same image begin
 alike, and all that compares, stores or looks up token ids need not know of images. Only what computes a tile
-needs its image.
+needs its image, and what must not end within a tile asks `before_tile`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Delimiters = tuple[int, ...]
 
 
 class ImageSize(msgspec.Struct, frozen=True):
-    """Pixels of an image."""
+    """Size of an image, in pixels."""
 
     width: int
     height: int
 
     def __str__(self) -> str:
-        """Return it as messages show it."""
+        """Return the size as messages show it."""
         return f"{self.width} x {self.height}"
 
 
@@ -78,9 +78,9 @@ class Tile(NamedTuple):
 
 
 def before_tile(tokens: Tokens, n: int) -> int:
-    """Return `n`, or the place where the tile begins within which the first `n` of these tokens may end.
+    """Return `n`, or the position where the tile begins within which the first `n` of these tokens may end.
 
-    It may if no more tokens follow.
+    They may if the last one is of a tile and no token is known to follow.
     """
     if not 0 < n <= len(tokens) or tokens[n - 1] >= 0 or (n < len(tokens) and tokens[n] >= _FIRST):
         return n

@@ -91,7 +91,7 @@ class Copy:
 class Share:
     """Replace the cells of `dst` in `[start, end)` by those of `src`, which hold the same tokens.
 
-    In a unified pool only. With M-RoPE the range has those tiles whose last token it has.
+    In a unified pool only. In models with M-RoPE, cells of a tile are replaced if its last token is in the range.
     """
 
     src: int

@@ -382,7 +382,7 @@ class SlotState(msgspec.Struct):
 
 
 class BackendStats(msgspec.Struct):
-    """What the backend counts, so far or now."""
+    """Counts of the backend, so far or now."""
 
     n_device_sampled: int = 0
     """Tokens sampled on the device."""

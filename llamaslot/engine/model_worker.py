@@ -25,7 +25,7 @@ from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_st
 OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]
 T = TypeVar("T")
 _TILE_FACTOR = 10
-"""How much longer a step may take that encodes an image: how long that takes is not known before."""
+"""Multiple of `seconds` that a step with a tile may take: how long encoding takes is not known before."""
 _WATCH_FACTOR = 20
 """Longest duration of a step, as a multiple of its expected duration."""
 _WATCH_INTERVAL_S = 0.5
@@ -111,7 +111,7 @@ class StepWatch:
     """Detects a step that takes far longer than expected, for example because a GPU driver hangs.
 
     Time during which the process was stopped, or waited for a CPU that others used, does not count. Steps are
-    limited to `seconds` (0 for no limit), with an image to `_TILE_FACTOR` times as many, or to `_WATCH_FACTOR`
+    limited to `seconds` (0 for no limit), with a tile to `_TILE_FACTOR` times as many, or to `_WATCH_FACTOR`
     times their expected duration if that is longer.
 
     `begin` is called on the event loop (for planning) and on the model thread (for each step), `end` when nothing

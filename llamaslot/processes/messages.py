@@ -99,7 +99,7 @@ class SetModel(msgspec.Struct, frozen=True, tag="set_model"):
     """The flag that names it; empty if none does."""
     settings: RequestPolicy
     records: tuple[TextRecord, ...] = ()
-    """What an earlier process remembered."""
+    """Records that an earlier process remembered."""
 
 
 class PromptWorkerReady(msgspec.Struct, frozen=True, tag="prompt_worker_ready"):

@@ -117,7 +117,7 @@ class CheckpointStops:
 
 
 class Tiles:
-    """Places of a prompt's images: a step computes one tile, or tokens of text."""
+    """Tiles of a prompt's images by their positions: a step computes one of them, or tokens of text."""
 
     def __init__(self, images: Sequence[PromptImage] = ()) -> None:
         self._tiles = {start: Tile(each, i) for each in images for i, (start, _) in enumerate(each.tiles)}

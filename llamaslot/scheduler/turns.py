@@ -127,10 +127,10 @@ class RunTurns:
 
 
 class ImageTurns:
-    """Turns of prompts with images: llama.cpp computes a tile in a step of its own.
+    """Turns of prompts with images: a step computes a tile, or text, since embeddings need batches of their own.
 
-    The others wait for that, so every other step is theirs: those that have text to compute next, in the turns of
-    `text_turns`.
+    While a tile is computed all others wait. So every other step is for those that have text to compute next, in
+    the turns of `text_turns`.
     """
 
     def __init__(self, text_turns: PromptTurns | RunTurns | None) -> None:

@@ -36,7 +36,7 @@ SlotPhase: TypeAlias = Literal["idle", "loading", "prefill", "decode"]
 
 
 class SlotActivity(msgspec.Struct, frozen=True):
-    """What a slot does now; tokens of its request."""
+    """Present activity of a slot, and tokens of its request."""
 
     id: int
     state: SlotPhase

@@ -52,7 +52,7 @@ _IDLE_POLL_S = 0.25
 KEPT_BYTES = 320 * 2**20
 """About what the processes of an unloaded model take, without what they keep in RAM (`--cache-ram`)."""
 _GROWTH = 1.15
-"""What a model takes once it is used, to what it takes when it was loaded: buffers are touched later."""
+"""Memory of a model once it is used, as a multiple of that when it was loaded: buffers are touched later."""
 
 Task: TypeAlias = Literal["completion", "embedding", "rerank"]
 

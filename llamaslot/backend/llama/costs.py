@@ -1,4 +1,4 @@
-"""What is measured while nothing runs (`KvCost`, `StepCost`, `StateCost`, where to sample), and files that keep it.
+"""Measurements while nothing runs (`KvCost`, `StepCost`, `StateCost`, where to sample), and files that keep them.
 
 - `KvCost`: idle prefixes in the pool slow down prefill, because attention scans it up to its highest used cell
   (fact 5). In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
@@ -463,7 +463,7 @@ def waited_s(before: Clocks, after: Clocks, *, on_cpu: bool) -> float:
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """What is measured for fields of `ModelInfo`, and the result of the self-test."""
+    """Measured values for fields of `ModelInfo`, and the result of the self-test."""
 
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None

@@ -43,8 +43,8 @@ def state_sizes(
 def adapter_switch_ms(backend: Backend, context: Any, token: Tokens) -> float:
     """Return how many milliseconds longer a step takes after a change of adapters.
 
-    By steps with all adapters and steps with none. llama.cpp ends the process if there is no memory for its graphs,
-    so that had better happen now.
+    Steps with all adapters and with none are timed. llama.cpp ends the process if there is no memory for its
+    graphs, so that had better happen now.
     """
     info = backend.info
     everything = applied(info.adapters, [1.0] * len(info.adapters))

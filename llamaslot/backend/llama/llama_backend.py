@@ -245,7 +245,7 @@ class LlamaBackend:
         return Decoded(status, sent)
 
     def _batches(self, runs: Sequence[Run]) -> Sequence[Sequence[Run]]:
-        """Return the batches of a step: one, two if its vectors need that, or several for a long tile.
+        """Return the batches of a step: one, two if its vectors need that, or several parts of a long tile.
 
         With embeddings on, every token has an output and gets logits too, and llama.cpp aborts if there may not be
         so many (facts 4 and 40). So of a large step most tokens are computed before that. The others are those with
@@ -800,7 +800,7 @@ class Batch:
     def __init__(self, size: int) -> None:
         self._tokens = np.zeros(size, dtype=np.int32)
         self._kept: tuple[npt.NDArray[Any], ...] = ()
-        """What llama.cpp reads of the last batch, if it was of a tile."""
+        """Arrays that llama.cpp reads for the last batch, if it was of a tile."""
         self._starts: dict[int, tuple[int, int]] = {}
         """First token of each sequence in the batch, and its position."""
         self._positions = np.zeros(size, dtype=np.int32)
@@ -870,7 +870,10 @@ class Batch:
         self.struct.pos = _as(positions, ctypes.c_int32)
 
     def sent(self) -> dict[int, tuple[int, int]]:
-        """Return the first and the number of tokens by sequence id, from the arrays given to llama.cpp."""
+        """Return the first and the number of tokens by sequence id, from the arrays of the batch.
+
+        llama.cpp gets these, except for a tile with M-RoPE, which has other positions (`_use_tile`).
+        """
         n = self.struct.n_tokens
         sent: dict[int, tuple[int, int]] = {}
         for seq, position in zip(self._seqs[:n].tolist(), self._positions[:n].tolist(), strict=True):

@@ -157,7 +157,7 @@ class LlamaSettings:
     mmproj: Path | None = None
     """File of the projector of images; None if prompts are text."""
     mmproj_is_optional: bool = False
-    """Log that it cannot be used, and go on without it."""
+    """If it cannot be used, log that, and serve text alone."""
     mmproj_offload: bool = True
     """Compute it on a GPU, if there is one."""
     image_min_tokens: int = 0

@@ -70,7 +70,7 @@ class KvOperations:
         )
         self.segments: dict[int, kv_ops.Kv] = earlier.segments if earlier is not None else {}
         self.positions: dict[int, range] = earlier.positions if earlier is not None else {}
-        """Token positions of each segment."""
+        """Tokens of the sequence that each segment has."""
         if earlier is not None:
             self.states.checkpoints = earlier.states.checkpoints
         self._context = context
@@ -97,6 +97,7 @@ class KvOperations:
             case kv_ops.Remove():
                 self._remove(operation)
             case kv_ops.Copy(src=src, dst=dst, end=end):
+                # Refuses a part of a tile before anything is changed.
                 self.tiles.at(src, operation.start, end)
                 with self._emptied_if_it_fails(dst):
                     if end == self.lengths[src]:
@@ -108,6 +109,8 @@ class KvOperations:
                 self.tiles.append(dst, self.tiles.within(src, range(operation.start, end)))
                 self._set_length(dst, end)
             case kv_ops.Share(src, dst):
+                # Within a tile `of` returns the one position of its tokens: a range that begins there has the tile,
+                # and one that ends there has not.
                 start, end = self.tiles.of(dst, operation.start), self.tiles.of(dst, operation.end)
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
@@ -136,7 +139,7 @@ class KvOperations:
                 del self.segments[segment], self.positions[segment]
 
     def put(self, number: int, positions: range, kv: kv_ops.Kv) -> None:
-        """Add a segment of KV at these token positions; without any, it is a checkpoint after `positions.stop`."""
+        """Add a segment with the KV of these tokens; without any, it is a checkpoint after `positions.stop`."""
         if positions:
             self.segments[number], self.positions[number] = kv, positions
         else:

@@ -47,7 +47,7 @@ _FLAG = "--mmproj"
 
 
 class EncodedTile(NamedTuple):
-    """What is computed in place of tokens of a tile, until the next tile is encoded."""
+    """Input of llama.cpp in place of a tile's tokens; valid until the next tile is encoded."""
 
     embeddings: npt.NDArray[np.float32]
     """`[tokens, width of the model's input]`."""
@@ -77,7 +77,7 @@ class Projector:
         self._lock = Lock()
         """Held while a layout is made, so that nothing is freed meanwhile."""
         self._image: tuple[bytes, Any] | None = None
-        """Digest and preprocessed tiles (libmtmd's chunks) of the image whose tiles are being encoded."""
+        """Digest and preprocessed tiles (libmtmd's chunks) of the last image, for its further tiles."""
 
     def layout(self, size: ImageSize) -> ImageLayout:
         """Return the tokens of an image of a size; raises `InvalidRequestError`."""
@@ -189,7 +189,7 @@ def _mtmd() -> Any:
 
 
 def _digest(path: Path, settings: LlamaSettings) -> str:
-    """Return `Projector.digest`; raises `ConfigError`."""
+    """Return `ProjectorInfo.digest`; raises `ConfigError`."""
     try:
         with open_regular(path) as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))

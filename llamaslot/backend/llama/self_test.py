@@ -73,7 +73,7 @@ _SMALL_STEP_TOKENS = 16
 _N_SMALL_STEPS = 12
 """Number of steps of a few tokens in a test, and their size, for the estimate."""
 _N_DRAFT_PREFILLS, _N_DRAFT_STEPS = 3, 6
-"""What drafts add to these numbers."""
+"""Numbers that drafts add to these."""
 _NOISE_FACTOR = 1.5
 """Distances up to this multiple of the measured noise count as noise: other cells may move logits farther."""
 _LEAST_SHARE = 0.05

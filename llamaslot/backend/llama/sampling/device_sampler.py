@@ -39,8 +39,8 @@ _MAX_WINDOW = 1024
 """Largest window of the penalties: its tokens are sorted and copied to the device at each step."""
 _MAX_MIN_P = 0.99
 _LARGEST_OF_MODELS, _MAX_LOGIT = 100.0, 1e4
-"""The largest logit without a bias, and for min-p. That keeps logits above the highest plus its own logarithm: near
-1, or of larger logits, rounding leaves none.
+"""Largest logit that is expected without a bias, and largest one for which min-p runs on the device. Min-p keeps
+logits above the highest plus the logarithm of `min_p`: with `min_p` near 1, or larger logits, rounding leaves none.
 """
 _STEPS_AFTER_A_DRAFT = 16
 """Steps after a draft in which a request is sampled on the host: drafts come in series, and with every change of a
@@ -122,7 +122,7 @@ class ChainSpec:
 
     @property
     def n_best(self) -> int:
-        """Number of the best tokens after which the first sampler drops the others; 0 if it keeps all."""
+        """Number of the highest logits that the chain needs; 0 for all, if biases or penalties come first."""
         if self.biases or self.names[0] == "penalties":
             return 0
         return int(self.samplers[0][1]) if self.names[0] == "top_k" else 1
@@ -151,7 +151,7 @@ class DeviceSampler:
         self.has_room = True
         """False once the device had too little memory for the chain."""
         self.n_on_host = 0
-        """Steps for which its rows stay on the host."""
+        """Number of steps for which it is still sampled on the host."""
         self.scores: list[TokenScore] = []
         self._closed = False
         if spec.window:
@@ -164,7 +164,7 @@ class DeviceSampler:
         return ""
 
     def move_to(self, chain: SequenceChain) -> None:
-        """Let a sequence's chain continue from this sampler's state."""
+        """Move this sampler's state to a sequence's chain, which continues from it."""
         self.check_open()
         if self.chain is chain:
             return

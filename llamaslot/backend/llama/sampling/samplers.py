@@ -1,4 +1,4 @@
-"""Which of llama.cpp's samplers a request needs, and their arguments: for chains on the host and on the device."""
+"""llama.cpp's samplers that a request needs, and their arguments: for chains on the host and on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import llama_cpp
 from llamaslot.base.generation.sampling import Sampling
 
 _MAX_BIAS, _MIN_TEMPERATURE = 1e30, 1e-6
-"""Divided by the temperature a logit must stay a finite float32: of infinite ones llama.cpp chooses the last."""
+"""Largest bias, and lowest temperature above 0. Divided by the temperature a logit must stay a finite float32: of
+infinite ones llama.cpp chooses the last.
+"""
 SEED_MASK = 0xFFFFFFFF
 """llama.cpp's seeds are 32-bit numbers."""
 _MIROSTAT_TOKENS = 100
