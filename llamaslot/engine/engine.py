@@ -276,6 +276,7 @@ class Engine:
             await self._idle()
 
     async def _carry_out(self, plan: StepPlan) -> None:
+        """Carry out a plan and the steps that follow it, then end the requests whose text has ended."""
         await self._worker.run(plan, self._commit)
         self.scheduler.end_ended(self._clock())
 

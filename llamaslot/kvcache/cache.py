@@ -279,7 +279,7 @@ class KVCache:
             self._public.save_if_public(seq, has_ended=False)
 
     def truncate(self, seq: int, keep: int) -> None:
-        """Truncate a sequence to its first `keep` tokens."""
+        """Truncate a sequence to its first `keep` tokens, or to where a tile begins that they would cut."""
         self._sequences.truncate(seq, keep)
 
     def shift(self, seq: int, namespace: str, start: int, end: int) -> None:

@@ -51,7 +51,7 @@ class Offloader:
     """
 
     def evict(self, n_cells: int, before: int | None = None) -> int:
-        """Evict `n_cells` idle cells, or as many as there are; returns how many.
+        """Evict `n_cells` idle cells, or as many as there are; returns how many, without the rests of tiles.
 
         They are offloaded as far as they fit into RAM. `before` limits this to prefixes last used before that
         logical time. Without it, tenants with more than their share of the cells lose theirs first.
