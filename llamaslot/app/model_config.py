@@ -239,7 +239,7 @@ def with_hub_model(
     return replace(config, mmproj=str(path)) if path is not None else config
 
 
-def projector(config: Config) -> Path | None:
+def projector_file(config: Config) -> Path | None:
     """Return the file of the projector; None without one."""
     return Path(config.mmproj).expanduser() if config.mmproj else None
 
@@ -249,7 +249,7 @@ def check_projector(config: Config) -> None:
 
     One that was found is not checked: the server starts without it where it cannot be used.
     """
-    path = projector(config)
+    path = projector_file(config)
     if path is not None and not config.has_found_mmproj:
         read_projector(path)
 

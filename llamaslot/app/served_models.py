@@ -22,7 +22,7 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
-from llamaslot.app.model_config import adapters, check_projector, metadata_overrides, projector
+from llamaslot.app.model_config import adapters, check_projector, metadata_overrides, projector_file
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
@@ -148,7 +148,7 @@ def device_bytes(config: Config, info: ModelInfo) -> int:
     if info.device == CPU:
         return 0
     n_bytes = info.size_bytes + (info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0)
-    mmproj = projector(config)
+    mmproj = projector_file(config)
     if info.projector is not None and mmproj is not None and config.mmproj_offload:
         with contextlib.suppress(OSError):
             n_bytes += mmproj.stat().st_size
@@ -161,7 +161,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
     # Its counters go on when it is loaded again.
     metrics = Metrics(entry.names[0], has_remote=bool(config.cache_remote))
     with contextlib.suppress(OSError):
-        mmproj = projector(config)
+        mmproj = projector_file(config)
         files = (*parts(Path(config.model)), *([mmproj] if mmproj is not None else []))
         size = sum(each.stat().st_size for each in files)
         memory_bytes = max(memory_bytes, int(size * _WEIGHTS_FACTOR) + _COMPUTE_BYTES)

@@ -278,7 +278,7 @@ class Engine:
     async def _carry_out(self, plan: StepPlan) -> None:
         """Carry out a plan and the steps that follow it, then end the requests whose text has ended."""
         await self._worker.run(plan, self._commit)
-        self.scheduler.end_ended(self._clock())
+        self.scheduler.end_ending(self._clock())
 
     async def _idle(self) -> None:
         """Check and measure what can be while nothing runs, then wait for a command or a deadline."""
@@ -531,7 +531,7 @@ class Engine:
         until = self.scheduler.deadlines.running
         is_due = until is not None and self._clock() >= until
         scheduler = self.scheduler
-        return self._stopping or bool(self._inbox) or is_due or scheduler.has_drafts or scheduler.has_ended
+        return self._stopping or bool(self._inbox) or is_due or scheduler.has_drafts or scheduler.has_ending
 
     def _reply(self, query_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
         if isinstance(answer, LlamaslotError):

@@ -231,7 +231,7 @@ class Node:
             rest += [child for child in node.children.values() if child.is_resident]
 
 
-def whole_tiles(end: Node, n: int) -> int:
+def before_tile_of(end: Node, n: int) -> int:
     """Return `n`, or the place where the tile begins that the first `n` tokens of the path to a node would cut."""
     if n >= end.end:
         return n

@@ -66,7 +66,7 @@ class Offloader:
         for seq, start, end in plan.evicted:
             # What would be left of a tile goes too.
             is_last = plan.keeps[seq] == start
-            self.offload_evicted(seq, self._sequences.whole_tiles(seq, start) if is_last else start, end)
+            self.offload_evicted(seq, self._sequences.before_tile(seq, start) if is_last else start, end)
         for seq, keep in sorted(plan.keeps.items(), key=lambda item: item[1] == 0):
             # Heirs, which keep tokens, come first: a node must not lose its last holder before its heir ends there.
             self._sequences.truncate(seq, keep)

@@ -15,7 +15,7 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates, OwnCells
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.nodes import Node, whole_tiles
+from llamaslot.kvcache.nodes import Node, before_tile_of
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
@@ -99,9 +99,9 @@ class Sequences:
         shared = next((node.end for node in end.path_to_root() if node.is_shared), 0)
         return end.end - shared
 
-    def whole_tiles(self, seq: int, n: int) -> int:
+    def before_tile(self, seq: int, n: int) -> int:
         """Return how many of its first `n` tokens a sequence can keep: the pool has no parts of tiles."""
-        return whole_tiles(self.end(seq), n)
+        return before_tile_of(self.end(seq), n)
 
     def append(self, seq: int, tokens: bytes) -> None:
         """Append tokens in cells of their own; those that other sequences hold too now have duplicate cells."""
@@ -115,7 +115,7 @@ class Sequences:
         length = self._tree.length(seq)
         if keep >= length:
             return
-        keep = self.whole_tiles(seq, keep)
+        keep = self.before_tile(seq, keep)
         if keep:
             self._tree.truncate(seq, keep)
             self._remove(seq, length, keep)

@@ -257,6 +257,8 @@ class Request:
 
     draft: Tokens = NO_TOKENS
     """Tokens that may come next, to be computed and verified in one step; a new token drops them."""
+    lookup_at = 0
+    """Number of tokens from which on enough of the last ones may be repeated for a draft (`drafter.py`)."""
     n_drafted = 0
     n_accepted = 0
     """Of the drafted tokens, those that were sampled."""
@@ -364,6 +366,7 @@ class Request:
     def shift(self, start: int, end: int) -> None:
         """Discard tokens `[start, end)`; the rest belongs to the namespace `shifted` from now on."""
         self.tokens.remove(start, end)
+        self.lookup_at = 0
         self.n_discarded += end - start
         self.namespace = self.shifted
         self.match, self._prefix = None, b""

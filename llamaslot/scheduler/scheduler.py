@@ -145,7 +145,7 @@ class Scheduler:
         """Times at which to plan again even if no command arrives."""
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
-        self._ended: list[Request] = []
+        self._ending: list[Request] = []
         """Requests whose text has ended, that a step may still compute."""
         self.has_drafts = False
         """True if a request has a draft, so that the next step must be planned."""
@@ -201,21 +201,21 @@ class Scheduler:
         self._drop_private(request)
 
     def end_by_text(self, request: Request) -> None:
-        """End a running request whose text has ended as soon as no step may compute it any more (`end_ended`)."""
-        self._ended.append(request)
+        """End a running request whose text has ended as soon as no step may compute it any more (`end_ending`)."""
+        self._ending.append(request)
 
     @property
-    def has_ended(self) -> bool:
-        """True if requests wait for `end_ended`."""
-        return bool(self._ended)
+    def has_ending(self) -> bool:
+        """True if requests wait for `end_ending`."""
+        return bool(self._ending)
 
-    def end_ended(self, now: float) -> None:
+    def end_ending(self, now: float) -> None:
         """End the requests of `end_by_text`, between two plans."""
-        for request in self._ended:
+        for request in self._ending:
             # One may have failed meanwhile.
             if request.state is not RequestState.DONE:
                 self.end(request, now)
-        self._ended.clear()
+        self._ending.clear()
 
     def _drop_private(self, request: Request) -> None:
         """Drop what a private request has computed, unless others of its group are left."""
@@ -330,7 +330,7 @@ class Scheduler:
             if failed is None:
                 return []
             self.end(failed, now)
-            return [DecodeFailed(failed, result.decoded.status.name)] if failed not in self._ended else []
+            return [DecodeFailed(failed, result.decoded.status.name)] if failed not in self._ending else []
         # 3. New tokens.
         self._planner.observe(plan, result)
         outcomes: list[Outcome] = []
@@ -343,10 +343,8 @@ class Scheduler:
         # 4. Drafts for the next step.
         adapters = plan.work[0].request.params.adapters
         decoding = [each for each in self.running if each.n_generated and each.params.adapters == adapters]
-        suspects = [each for each in decoding if each.is_suspect]
-        self.has_drafts = self._drafter.propose(
-            [each for each in decoding if each not in (*suspects, *self._ended)]
-        )
+        decoding = [each for each in decoding if not each.is_suspect and each not in self._ending]
+        self.has_drafts = self._drafter.propose(decoding)
         return outcomes
 
     def cache_stats(self) -> CacheStats:
@@ -400,7 +398,7 @@ class Scheduler:
         request = work.request
         n_drafted = work.run.n_drafted
         self.cache.append(work.run.seq, work.kept(results[0].tokens), is_draft=n_drafted > 0)
-        if request in self._ended:
+        if request in self._ending:
             # What this step sampled is beyond the end of its text. If its logits are invalid, the next request that
             # reuses the KV will show that.
             return []

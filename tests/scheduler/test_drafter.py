@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.model import ModelInfo, StateKind, StepCost
+from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
@@ -60,6 +61,36 @@ def request(text: str, *, max_draft: int = LENGTHS[-1]) -> Request:
 
 def letters(n: int, seed: int = 1) -> str:
     return "".join(map(chr, np.random.default_rng(seed).integers(97, 123, n)))
+
+
+@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=150), cut=st.integers(0, 149))
+def test_no_lookup_is_left_out_that_finds_enough(tokens: list[int], cut: int) -> None:
+    """Also after a context shift at some token."""
+    proposing, asked = drafter(), request("x")
+    for i, token in enumerate(tokens):
+        asked.add_token(token, 0.0)
+        if i == cut:
+            asked.shift(1, 1 + (len(asked.tokens) - 1) // 2)
+        n_matched, follows = proposing._find(asked, 20)
+        expected = prompt_lookup(asked.tokens.view(), 20)
+        if max(n_matched, expected[0]) >= MIN_MATCH:
+            assert (n_matched, follows.tolist()) == (expected[0], expected[1].tolist())
+
+
+def test_few_lookups_are_made_in_text_that_repeats_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_lookups, n_tokens = 0, 800
+
+    def counted(tokens: Tokens, n: int) -> tuple[int, Tokens]:
+        nonlocal n_lookups
+        n_lookups += 1
+        return prompt_lookup(tokens, n)
+
+    monkeypatch.setattr("llamaslot.scheduler.drafter.prompt_lookup", counted)
+    proposing, asked = drafter(), request(letters(100))
+    for letter in letters(n_tokens, 2):
+        asked.add_token(ord(letter), 0.0)
+        proposing.propose([asked])
+    assert n_tokens / MIN_MATCH <= n_lookups < n_tokens / 4
 
 
 def drafted(proposing: Drafter, *requests: Request) -> list[int]:

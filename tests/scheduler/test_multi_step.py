@@ -52,9 +52,9 @@ def test_a_request_whose_text_has_ended_keeps_its_slot_until_no_step_computes_it
     assert (request.n_generated, driver.outcomes) == (n_generated, [])
     assert driver.cache.length(request.slot) == n_held + 1
     assert request.state is RequestState.RUNNING
-    driver.scheduler.end_ended(driver.backend.now)
+    driver.scheduler.end_ending(driver.backend.now)
     assert request.state is RequestState.DONE
-    assert not driver.scheduler.has_ended
+    assert not driver.scheduler.has_ending
 
 
 def test_extra_steps_fit_into_the_pool() -> None:

@@ -30,7 +30,7 @@ from llamaslot.app.model_config import (
     adapters,
     engine_cpus,
     metadata_overrides,
-    projector,
+    projector_file,
     tensor_overrides,
     tensor_split,
 )
@@ -96,7 +96,7 @@ def llama_settings(config: Config, model: Path, memory_bytes: int = 0) -> LlamaS
         numa=config.numa,
         overrides=tuple(metadata_overrides(config).items()),
         adapters=adapters(config),
-        mmproj=projector(config),
+        mmproj=projector_file(config),
         mmproj_is_optional=config.has_found_mmproj,
         mmproj_offload=config.mmproj_offload,
         image_min_tokens=config.image_min_tokens,

@@ -10,7 +10,8 @@ positions later as the longer side of the tile has tokens.
     column      0 1 2 | 3 4 5 3 4 5 | 6 7
 
 llama.cpp copies and removes ranges of positions, so in the pool a tile cannot be cut. A saved sequence has the rows
-and columns of its cells, so it can be cut anywhere on the host, and says itself which of its tokens are of tiles.
+and columns of its cells, so it can be cut anywhere on the host, and says itself which of its tokens are of tiles
+(fact 46).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _MAX_TOP_K = 1024
 _MAX_WINDOW = 1024
 """Largest window of the penalties: its tokens are sorted and copied to the device at each step."""
 _MAX_MIN_P = 0.99
-_LARGEST_OF_MODELS, _MAX_LOGIT = 100.0, 1e4
+_MAX_MODEL_LOGIT, _MAX_LOGIT = 100.0, 1e4
 """Largest logit that is expected without a bias, and largest one for which min-p runs on the device. Min-p keeps
 logits above the highest plus the logarithm of `min_p`: with `min_p` near 1, or larger logits, rounding leaves none.
 """
@@ -102,7 +102,7 @@ class ChainSpec:
         if any(not 0 <= token < n_vocab for token in biases):
             return None
         if "min_p" in names:
-            largest = max((_LARGEST_OF_MODELS, *biases.values()))
+            largest = max((_MAX_MODEL_LOGIT, *biases.values()))
             if "temperature" in names[: names.index("min_p")]:
                 largest /= sampling.temperature
             if sampling.min_p > _MAX_MIN_P or largest > _MAX_LOGIT:
@@ -276,10 +276,11 @@ class DeviceChains:
             # Several requests draw from one row on the host.
             is_single = run.n_outputs == 1 and run.targets is None and n_draws[run.seq] == 1
             sampler = samplers.get(run.seq)
+            may_move = False
             if sampler is not None:
                 sampler.n_on_host = _STEPS_AFTER_A_DRAFT if run.n_drafted else max(sampler.n_on_host - 1, 0)
-                is_single &= sampler.has_room and not sampler.n_on_host
-            if sampler is not None and is_single and self._set(run.seq, sampler):
+                may_move = is_single and sampler.has_room and not sampler.n_on_host
+            if sampler is not None and may_move and self._set(run.seq, sampler):
                 sampler.move_to(self._chains[run.seq])
                 self.on_device.add(run.seq)
             elif run.seq in self._chains:
