@@ -226,15 +226,15 @@ def with_hub_model(
         return config
     try:
         projector = hub.find_projector(repo, file, offline=offline)
+        if projector:
+            download(f"{repo}:{projector}")
     except ConfigError as error:
         # Without a network the model is served nevertheless.
         from llamaslot.app.logs import get_logger  # noqa: PLC0415 - main programs import it first
 
         advice = "--no-mmproj or --offline serves the model without asking"
-        get_logger(__name__).warning("projector.not_looked_for", reason=error.message, advice=advice)
+        get_logger(__name__).warning("projector.not_found", reason=error.message, advice=advice)
         return config
-    if projector:
-        download(f"{repo}:{projector}")
     path = hub.cached(repo, projector) if projector else None
     return replace(config, mmproj=str(path)) if path is not None else config
 

@@ -89,6 +89,16 @@ def before_tile(tokens: Tokens, n: int) -> int:
     return n - 1
 
 
+def between_tiles(tokens: Tokens, n: int) -> int:
+    """Return `n`, or if it is within a tile the place after it, or before it if no more tokens follow."""
+    import numpy as np  # noqa: PLC0415
+
+    if n >= len(tokens) or tokens[n] >= _FIRST:
+        return n
+    rest = np.flatnonzero(tokens[n:] >= _FIRST)
+    return n + int(rest[0]) if len(rest) else before_tile(tokens, n)
+
+
 def tile_ids(digest: bytes, number: int, n_tokens: int) -> Tokens:
     """Return the ids of a tile's tokens, negative int32; those of different tiles differ."""
     import numpy as np  # noqa: PLC0415 - the server's parent process does without

@@ -230,8 +230,9 @@ def _why_incompatible(before: ModelInfo, after: ModelInfo) -> str:
         return "the model's file or the library was changed while it was served: start the server again"
     if before.adapters != after.adapters:
         return "a file of --lora was changed while it was served: start the server again"
-    if before.projector != after.projector:
-        return "the file of --mmproj was changed while it was served: start the server again"
+    # One that could not be used at the start stays unused.
+    if before.projector is not None and before.projector != after.projector:
+        return "the projector cannot be used any more, or its file was changed: start the server again"
     sizes = (before.n_ctx_slot, before.n_slots, before.n_vocab)
     if sizes != (after.n_ctx_slot, after.n_slots, after.n_vocab):
         return "the KV pool got another size: start the server again"

@@ -25,6 +25,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from llamaslot.base.images import between_tiles
 from llamaslot.base.tokens import WIDTH, Tokens
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CheckpointSettings
@@ -141,6 +142,7 @@ def prompt_stops(
 
     def choose(position: int, least: int) -> None:
         """Choose a position unless a checkpoint or chosen stop is less than `least` tokens away."""
+        position = between_tiles(tokens, position)
         if start < position < n and all(abs(position - each) >= least for each in (*existing, *chosen)):
             chosen.append(position)
 

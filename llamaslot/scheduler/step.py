@@ -76,7 +76,7 @@ class Turn:
     n_waiting: int = 0
     """Number of decoding requests that are not in this step and wait for its end."""
     waiting_since: float | None = None
-    """`PromptTurns` only: when the first step that these requests wait for was planned."""
+    """`PromptTurns` and `ImageTurns` only: when the first step that these requests wait for was planned."""
     order: tuple[Adapters, ...] = ()
     """`AdapterTurns` only: the adapters of all requests that can run, in the order of their turns; those of this
     step at the end.

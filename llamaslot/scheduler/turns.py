@@ -79,6 +79,11 @@ class PromptTurns:
         if turn.n_overtaken is not None:
             self._n_overtaken = turn.n_overtaken
 
+    def wait(self, since: float | None) -> None:
+        """Record that decodes waited for a step of other turns, which was planned at that time."""
+        if self._waiting_since is None:
+            self._waiting_since = since
+
 
 class RunTurns:
     """Turns for models with both sliding windows and recurrent states, where all runs of a step must have the same
@@ -144,14 +149,18 @@ class ImageTurns:
         text = {each: n for each, n in pending.items() if each not in tiles}
         if tiles and not (text and self._last_was_tile):
             request, tile = next(iter(tiles.items()))
-            return Turn([request], tile=tile, n_waiting=sum(each.is_decoding(n) for each, n in text.items()))
+            n_waiting = sum(each.is_decoding(n) for each, n in text.items())
+            return Turn([request], tile=tile, n_waiting=n_waiting, waiting_since=now)
         return self._text_turns.next(text, now) if self._text_turns is not None else Turn([*text])
 
     def commit(self, turn: Turn) -> None:
         """Record that a step with this turn was carried out."""
         self._last_was_tile = turn.tile is not None
-        if self._text_turns is not None and turn.tile is None:
+        if turn.tile is None and self._text_turns is not None:
             self._text_turns.commit(turn)
+        elif turn.n_waiting and isinstance(self._text_turns, PromptTurns):
+            # A tile delays the decodes as a prompt does.
+            self._text_turns.wait(turn.waiting_since)
 
 
 Turns: TypeAlias = PromptTurns | RunTurns | ImageTurns

@@ -152,4 +152,4 @@ def test_another_projector_is_not_used_after_a_crash(tmp_path: Path) -> None:
         complete(server)
         write_projector(path, "mlp", n_embd=WIDTH, seed=2)
         engine_of(server).kill()
-        wait(lambda: "the file of --mmproj was changed while it was served" in server.log.read_text())
+        wait(lambda: "the projector cannot be used any more, or its file was changed" in server.log.read_text())

@@ -73,6 +73,20 @@ def segment(backend: LlamaBackend, seq: int, start: int, end: int) -> Kv:
     return kv
 
 
+def test_saved_tiles_are_loaded_without_a_projector(chosen: LlamaSettings, backend: LlamaBackend) -> None:
+    """From a file of a slot, or from disk after a restart with --no-mmproj."""
+    ids, image = prompt(backend)
+    compute(backend, ids, image)
+    kv = segment(backend, 0, 0, len(ids))
+    without = LlamaBackend(replace(chosen, mmproj=None))
+    without.put(1, 0, len(ids), kv)
+    without.change(Load(0, 0, ((1, len(ids)),)))
+    assert without.seq_range(0).stop == len(ids)
+    assert without.info.segment_size is not None
+    assert len(segment(without, 0, 0, len(ids))) == without.info.segment_size.of(len(ids))
+    without.close()
+
+
 @pytest.mark.parametrize("n_last", [1, 2, 13])
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_tile_is_loaded_from_parts_of_it_into_any_cells(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaslot.base.images import before_tile, tile_ids
+from llamaslot.base.images import before_tile, between_tiles, tile_ids
 
 FIRST, OTHER = -(2**30), -(2**30) - 1
 """The lowest id that the first token of a tile may have, and the highest one of others."""
@@ -45,3 +45,18 @@ def test_ids_are_negative_and_differ_by_image_and_tile() -> None:
 )
 def test_a_prefix_ends_before_a_tile_or_after_it(tokens: list[int], n: int, kept: int) -> None:
     assert before_tile(np.array(tokens, dtype=np.int32), n) == kept
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "moved"),
+    [
+        ([1, FIRST, OTHER, 4], 1, 1),
+        ([1, FIRST, OTHER, 4], 2, 3),
+        ([1, FIRST, OTHER, 4], 3, 3),
+        ([1, FIRST, OTHER, FIRST], 2, 3),
+        ([1, FIRST, OTHER, OTHER], 3, 1),
+        ([1, 2], 2, 2),
+    ],
+)
+def test_a_place_within_a_tile_moves_to_its_end_if_more_follows(tokens: list[int], n: int, moved: int) -> None:
+    assert between_tiles(np.array(tokens, dtype=np.int32), n) == moved

@@ -109,8 +109,8 @@ async def test_a_projector_that_cannot_be_used_leaves_a_model_of_a_hub_with_text
         cached = next((tmp_path / "hub").glob("**/mmproj.gguf"))
         cached.unlink()
         hub.repos = {}
-        (warning,) = await asyncio.to_thread(warnings, event="projector.not_looked_for")
+        (warning,) = await asyncio.to_thread(warnings, event="projector.not_found")
         assert f"has no repository {REPO}" in warning["reason"]
         assert "--no-mmproj" in warning["advice"]
         for flag in ("--offline", "--no-mmproj"):
-            assert not await asyncio.to_thread(warnings, flag, event="projector.not_looked_for")
+            assert not await asyncio.to_thread(warnings, flag, event="projector.not_found")

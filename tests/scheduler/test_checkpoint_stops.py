@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
+from llamaslot.base.images import tile_ids
 from llamaslot.scheduler.checkpoint_taker import prompt_stops
 from llamaslot.scheduler.request import CheckpointStops
 from tests.cache_settings import checkpoint_settings
@@ -25,11 +26,13 @@ def stops_of(
     start: int = 0,
     matched: int = 0,
     existing: Collection[int] = (),
+    tile: tuple[int, int] = (0, 0),
     n_ctx: int = 10_000,
     **fields: Any,
 ) -> CheckpointStops:
-    """The stops in a prompt of `n` tokens with a control token at each of some positions."""
+    """The stops in a prompt of `n` tokens with a control token at each of some positions, and a tile."""
     tokens = np.full(n, 7, dtype=np.int32)
+    tokens[slice(*tile)] = tile_ids(b"digest", 0, tile[1] - tile[0]) if any(tile) else 7
     tokens[list(messages)] = 1
     return prompt_stops(
         tokens,
@@ -65,6 +68,12 @@ def test_a_prompt_without_control_tokens_stops_a_few_tokens_before_its_end() -> 
     """So it does where the last message is long: its end is what is asked next time."""
     assert positions(stops_of(80), 80) == [76]
     assert positions(stops_of(80, [0, 40]), 80) == [40, 76]
+
+
+def test_a_stop_within_a_tile_is_behind_it_or_before_it_at_the_end_of_the_prompt() -> None:
+    """A tile is computed whole, so a step would pass over the stop."""
+    assert positions(stops_of(250, tile=(90, 170)), 250) == [170, 200, 246]
+    assert positions(stops_of(80, tile=(50, 80)), 80) == [50]
 
 
 def test_of_control_tokens_in_a_row_the_first_counts() -> None:

@@ -51,7 +51,7 @@ class KvOperations:
     def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, earlier: KvOperations | None = None) -> None:
         self.lengths = [0] * n_seqs
         """Number of tokens that each sequence holds."""
-        self.tiles = Positions(n_seqs, has_tiles=info.state.has_mrope and info.projector is not None)
+        self.tiles = Positions(n_seqs, has_tiles=info.state.has_mrope)
         """Positions of these tokens."""
         self.segment_size = info.segment_size
         """Size of segments, once it is measured."""

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,8 @@ from llamaslot.base.model import ModelFile, ProjectorInfo
 
 _log = structlog.get_logger(__name__)
 
+_MIN_TILE = 4
+"""Fewest tokens of a tile: their ids have 30 bits of its digest each, of which a client can search 60."""
 _TRY_TIMEOUT_S = 120
 _MAX_TRIED_PIXELS = 2**16
 """Most pixels of an image that is also scaled when a projector is tried."""
@@ -89,8 +92,10 @@ class Projector:
             with _tokenized(self._handle, size, None) as chunks:
                 pieces = tuple(piece for piece, _ in _pieces(chunks))
         tiles = [piece for piece in pieces if isinstance(piece, int)]
-        if min(tiles, default=0) < 1:
-            raise InvalidRequestError(f"the model makes no tokens of an image of {size} pixels")
+        if min(tiles, default=0) < _MIN_TILE:
+            raise InvalidRequestError(
+                f"the model makes fewer than {_MIN_TILE} tokens of a part of an image of {size} pixels"
+            )
         if 0 < self.info.max_tile < max(tiles):
             raise InvalidRequestError(
                 f"an image of {size} pixels has {max(tiles)} tokens that must be computed in one step, "
@@ -285,6 +290,8 @@ def _tried(path: Path, model: Path, limits: tuple[int, int], _digest: str) -> st
     if done.returncode == 2:
         # What is logged comes before.
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=str)
+    if done.returncode == -signal.SIGKILL:
+        return f"{path} cannot be tried: the process that loads it was killed, perhaps for lack of memory"
     lines = done.stderr.decode(errors="replace").splitlines()
     if done.returncode > 0:
         return f"{path} cannot be tried: {lines[-1] if lines else f'exit status {done.returncode}'}"
