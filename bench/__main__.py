@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from bench import (
+    adapters,
     ahead,
     busy,
     chat,
@@ -171,6 +172,7 @@ def _add_parts(commands: Any) -> None:
     _common(looping, run=_toolloop, repeats=(6, 1), of="conversations of each kind", shape=toolloop.SHAPE)
     _threads(looping)
 
+    _add_adapters(commands.add_parser("adapters", help="streams with two LoRA adapters, at once or in turn"))
     _add_speculate(commands.add_parser("speculate", help="drafts from what a reply repeats, and llama-server's"))
 
     warming = commands.add_parser("ahead", help="turns that were computed ahead, and what that costs others")
@@ -250,6 +252,16 @@ def _decode(options: Namespace) -> None:
 
 def _constrained(options: Namespace) -> None:
     constrained.run(**_measured(options), repeats=options.repeats, tokens=options.tokens, threads=options.threads)
+
+
+def _add_adapters(command: ArgumentParser) -> None:
+    _common(command, run=_adapters, repeats=(7, 2), of="measurements of each kind")
+    command.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
+    _threads(command)
+
+
+def _adapters(options: Namespace) -> None:
+    adapters.run(**_measured(options), repeats=options.repeats, tokens=options.tokens, threads=options.threads)
 
 
 def _embed(options: Namespace) -> None:

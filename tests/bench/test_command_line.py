@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import chat, constrained, decode, idle, scenarios, speculate, tree
+from bench import adapters, chat, constrained, decode, idle, scenarios, speculate, tree
 from bench.__main__ import QUICK, main
 from bench.fleet import run as fleet
 from bench.fleet import setups
@@ -16,6 +16,7 @@ from bench.peers import baseline, compare
 from bench.traces import run as traces
 
 BENCHMARKS = {
+    "adapters": adapters,
     "chat": chat,
     "baseline": baseline,
     "constrained": constrained,
@@ -52,6 +53,7 @@ def called(
 @pytest.mark.parametrize(
     ("name", "usual", "quick"),
     [
+        ("adapters", 7, 2),
         ("chat", 5, 2),
         ("constrained", 7, 2),
         ("decode", 7, 2),
