@@ -60,7 +60,7 @@ class Run:
     targets: Tokens | None = None
     """Tokens to score: those that follow the first ones of `tokens`, whose logits are needed too."""
     tile: Tile | None = None
-    """The tile of which these are all tokens. Such a run is alone in its batch."""
+    """The tile of which these are all tokens. It is alone in its batch; a backend may compute it in parts."""
 
     @property
     def n_drafted(self) -> int:
