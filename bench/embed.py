@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,7 +63,11 @@ EMBED_GOAL = 0.95
 RERANK_GOALS = {500: 0.5, 10: 1.05}
 """Most time as a fraction of llama-server's, by the tokens of the query."""
 MAX_DISTANCE = 0.01
-"""Most that numbers of a vector, or scores, may differ, as a fraction of the largest: rounding differs."""
+"""Most that numbers of a vector may differ, as a fraction of the largest: rounding differs."""
+MAX_MEAN_DISTANCE = 0.03
+"""The same for scores, on average: by a random head single ones of 50 differ by 0.06 where llama-server scores the
+documents together or one by one.
+"""
 
 
 @dataclass
@@ -144,7 +148,7 @@ async def _measure(
                 await _rate(server.client, warming, 1)
             ((unseen,), *_) = _texts(words, n_vocab, Shape(128), 0)
             vectors = [await _vector(server.client, unseen) for server in (peer, own)]
-            _check_close("the vectors", *vectors)
+            _check_close("the vectors", np.max, MAX_DISTANCE, *vectors)
             for i in range(repeats):
                 for shape, case in cases.items():
                     texts = _texts(words, n_vocab, shape, scale)
@@ -157,7 +161,7 @@ async def _measure(
             ]
             body = question(min(RERANK_GOALS))
             scores = [(await _ranked(server.client, body))[1] for server in (peer, own)]
-            _check_close("the scores", *scores)
+            _check_close("the scores", np.mean, MAX_MEAN_DISTANCE, *scores)
             for i in range(repeats):
                 for n_tokens, case in rankings.items():
                     body = question(n_tokens)
@@ -190,9 +194,11 @@ async def _ranked(client: Client, body: dict[str, Any]) -> tuple[int, list[float
     return reply["usage"]["prompt_tokens"], [each["relevance_score"] for each in ranks]
 
 
-def _check_close(what: str, peer: list[float], own: list[float]) -> None:
+def _check_close(
+    what: str, of_all: Callable[[Any], float], most: float, peer: list[float], own: list[float]
+) -> None:
     """Raise `BenchmarkError` if the servers' numbers are not the same but for rounding."""
-    if len(peer) != len(own) or np.abs(np.subtract(peer, own)).max() > MAX_DISTANCE * np.abs(peer).max():
+    if len(peer) != len(own) or of_all(np.abs(np.subtract(peer, own))) > most * np.abs(peer).max():
         raise BenchmarkError(f"{what} of the two servers differ, so they have not done the same work")
 
 

@@ -46,10 +46,11 @@ def test_requests_have_all_texts_and_each_server_is_the_first_every_other_time()
 
 
 def test_servers_that_do_other_work_are_not_compared() -> None:
-    embed._check_close("the vectors", [1.0, -2.0], [1.01, -2.01])
-    for other in ([1.0, -1.9], [1.0]):
+    embed._check_close("the vectors", np.max, 0.01, [1.0, -2.0], [1.01, -2.01])
+    embed._check_close("the scores", np.mean, 0.03, [1.0, -2.0], [1.0, -1.9])
+    for of_all, other in ((np.max, [1.0, -1.9]), (np.mean, [1.0, -1.8]), (np.mean, [1.0])):
         with pytest.raises(BenchmarkError, match="the vectors"):
-            embed._check_close("the vectors", [1.0, -2.0], other)
+            embed._check_close("the vectors", of_all, 0.01, [1.0, -2.0], other)
 
 
 def test_the_reranker_has_a_head(tiny_model: Path, tmp_path: Path) -> None:

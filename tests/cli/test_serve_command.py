@@ -103,6 +103,10 @@ async def test_a_projector_that_cannot_be_used_leaves_a_model_of_a_hub_with_text
                 assert not server.get("/props")["modalities"]["vision"]
                 return server.log_lines(event)
 
+        files["mmproj.gguf"].sha256 = "0" * 64
+        (warning,) = await asyncio.to_thread(warnings, event="projector.not_found")
+        assert "mmproj.gguf" in warning["reason"], "what was downloaded is not what the hub describes"
+        files["mmproj.gguf"] = StoredFile(narrow.read_bytes())
         (warning,) = await asyncio.to_thread(warnings, event="projector.not_used")
         assert "mmproj.gguf" in warning["reason"]
         assert "n_embd" in warning["reason"]
