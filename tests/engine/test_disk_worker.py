@@ -159,13 +159,13 @@ async def test_a_turn_is_on_disk_soon_and_read_whole_although_the_first_read_is_
 
         def read(self, number: int) -> Kv | None:
             self.n_reads += 1
-            time.sleep(2.0 if self.n_reads == 1 else 0)
+            time.sleep(5.0 if self.n_reads == 1 else 0)
             return super().read(number)
 
     def model() -> FakeBackend:
         made = FakeBackend(n_ctx=4096, n_reserved=4, n_ubatch=512)
-        # A segment takes 768 ms to compute, longer than a read on a busy machine.
-        cost = KvCost(0, 1.0, prefill_us=1500.0, save_us=0.1, first_save_us=0.1, load_us=0.1)
+        # A segment takes 2 s to compute, longer than a read on a busy machine.
+        cost = KvCost(0, 1.0, prefill_us=4000.0, save_us=0.1, first_save_us=0.1, load_us=0.1)
         made.info = msgspec.structs.replace(made.info, kv_cost=cost)
         return made
 
