@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -55,7 +55,11 @@ N_CTX = 256
 N_UBATCH = 64
 GREEDY = Sampling(temperature=0.0)
 
+MAX_DRAFT = 7
+
 tokens = st.lists(st.integers(97, 99), min_size=1, max_size=24)
+few_tokens = st.lists(st.integers(97, 99), min_size=1, max_size=12)
+drafts = st.lists(st.integers(97, 99), max_size=MAX_DRAFT)
 seqs = st.integers(0, N_SEQS - 2)
 
 
@@ -67,6 +71,15 @@ class Picture:
     digest: bytes
     number: int
     ids: list[int]
+
+
+class Drafted(NamedTuple):
+    """Tokens of a sequence, a draft after them, and the greedy tokens of a cold run."""
+
+    seq: int
+    run: list[int]
+    draft: list[int]
+    expected: list[int]
 
 
 def pictures_of(backend: Backend) -> list[Picture]:
@@ -193,22 +206,39 @@ class SequencesMachine(RuleBasedStateMachine):
         tiles = (run.tile for run in runs_of(self.pictures, 0, 0, history, output=False))
         return next((tile.start for tile in tiles if tile is not None and tile.start < n < tile.end), n)
 
-    @rule(seq=seqs, run=tokens, n_right=st.integers(0, 7), wrong=tokens)
-    def verify(self, seq: int, run: list[int], n_right: int, wrong: list[int]) -> None:
-        """Compute tokens with a draft after them, which is accepted as far as it is what a cold run gives."""
-        if self.is_beyond_a_partition([seq], N_UBATCH) or seq not in self.live:
+    @rule(batch=st.dictionaries(seqs, st.tuples(few_tokens, st.integers(0, 7), drafts), min_size=1, max_size=3))
+    def verify(self, batch: dict[int, tuple[list[int], int, list[int]]]) -> None:
+        """Compute tokens of sequences in one step, with drafts after those of some."""
+        if self.is_beyond_a_partition(batch, N_UBATCH) or not self.live.issuperset(batch):
             return
-        if self.unified and self.cells_used + len(run) + 7 > N_CTX:
+        if self.unified and self.cells_used + N_UBATCH > N_CTX:
             return
-        history = [*self.held(seq), *run]
-        expected = self.cold_answers(history, 8)
-        draft = [*expected[:n_right], *wrong][:7]
-        new = Run(seq, len(self.oracle[seq]), np.array([*run, *draft], dtype=np.int32), 1 + len(draft))
-        assert self.backend.decode([new]).status is Status.OK
-        sampler = self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))
-        (chosen,) = self.backend.sample([(seq, sampler)])
-        sampler.close()
-        n = len(chosen) - 1
+        n_drafted = min(MAX_DRAFT, self.backend.info.n_spare_rows // len(batch))
+        n_most = N_UBATCH
+        if not self.kind.allows_mixed_lengths:
+            n_most = min(len(run) + min(n_right + len(wrong), n_drafted) for run, n_right, wrong in batch.values())
+        checked = []
+        for seq, (whole, n_right, wrong) in batch.items():
+            run = whole[:n_most]
+            expected = self.cold_answers([*self.held(seq), *run], MAX_DRAFT + 1)
+            draft = [*expected[:n_right], *wrong][: min(n_drafted, n_most - len(run))]
+            checked.append(Drafted(seq, run, draft, expected))
+        runs = [
+            Run(seq, len(self.oracle[seq]), np.array([*run, *draft], dtype=np.int32), 1 + len(draft))
+            for seq, run, draft, _ in checked
+        ]
+        assert self.backend.decode(runs).status is Status.OK
+        draws = [(seq, self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))) for seq, *_ in checked]
+        chosen = self.backend.sample(draws)
+        for _, sampler in draws:
+            sampler.close()
+        for each, tokens in zip(checked, chosen, strict=True):
+            self.accept(each, tokens)
+
+    def accept(self, drafted: Drafted, chosen: Sequence[int]) -> None:
+        """A draft is accepted as far as it is what was sampled; the rest is removed."""
+        seq, run, draft, expected = drafted
+        history, n = [*self.held(seq), *run], len(chosen) - 1
         assert [*chosen[:n]] == draft[:n]
         assert n == len(draft) or chosen[n] != draft[n] or chosen[n] in self.backend.vocab.eog
         for i, (token, cold) in enumerate(zip(chosen, expected, strict=False)):
@@ -217,7 +247,7 @@ class SequencesMachine(RuleBasedStateMachine):
                 break  # within noise: the cold run went another way
         self.extend(seq, [*run, *draft])
         rejected = Remove(seq, len(history) + n, is_rejected=True)
-        if not self.kind.has_recurrent_state or 0 < len(draft) - n <= self.n_rollback:
+        if n < len(draft) and (not self.kind.has_recurrent_state or len(draft) - n <= self.n_rollback):
             self.backend.change(rejected)
             # The state is whole, so the next step gives the answers of a cold run.
             del self.oracle[seq][rejected.keep :]
