@@ -217,7 +217,7 @@ def _take(data: Bytes, at: int, n_bytes: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Cells of some positions in saved bytes, as views."""
+    """Cells of some tokens in saved bytes, as views."""
 
     head: Bytes
     """Magic and sequence id."""
@@ -233,25 +233,25 @@ class Rows:
         return self.saved.cells[self.keep]
 
 
-def rows_of_sequence(state: Kv, positions: range, wanted: range, *, stream: int = 0, n_streams: int = 1) -> Rows:
+def rows_of_sequence(state: Kv, tokens: range, wanted: range, *, stream: int = 0, n_streams: int = 1) -> Rows:
     """Return the `wanted` rows of a saved sequence that holds these tokens in one stream, and no partial state.
 
     Raises `ValueError` for other bytes.
     """
     end = len(state) - (n_streams - 1 - stream) * _COUNT_BYTES
     at = _CELLS_AT + stream * _COUNT_BYTES
-    return _rows(state, at, positions, wanted, lambda saved: saved.end == end, tail=state[:0])
+    return _rows(state, at, tokens, wanted, lambda saved: saved.end == end, tail=state[:0])
 
 
 def join_parts(parts: Sequence[KvPart], size: SegmentSize) -> Kv:
-    """Return the KV of the wanted positions of these parts, each of which begins where the one before ends.
+    """Return the KV of the wanted tokens of these parts, each of which begins where the one before ends.
 
-    Raises `ValueError` if the bytes are not such segments, or lack a position, and `MemoryError`.
+    Raises `ValueError` if the bytes are not such segments, or lack a token, and `MemoryError`.
     """
     for part in parts:
-        is_within = part.positions.start <= part.wanted.start < part.wanted.stop <= part.positions.stop
-        if not is_within or len(part.kv) != size.of(len(part.positions)):
-            raise ValueError(f"{len(part.kv)} bytes are not a segment of {part.positions} with {part.wanted}")
+        is_within = part.tokens.start <= part.wanted.start < part.wanted.stop <= part.tokens.stop
+        if not is_within or len(part.kv) != size.of(len(part.tokens)):
+            raise ValueError(f"{len(part.kv)} bytes are not a segment of {part.tokens} with {part.wanted}")
     if any(a.wanted.stop != b.wanted.start for a, b in pairwise(parts)):
         raise ValueError("a segment has a gap")
     if not size.per_token:
@@ -307,12 +307,12 @@ def _rows_of(part: KvPart, size: SegmentSize) -> Rows:
     def fits(saved: SavedCells) -> bool:
         return saved.bytes_per_token == size.per_token and not saved.is_transposed
 
-    rows = _rows(part.kv, _CELLS_AT, part.positions, part.wanted, fits, tail=part.kv[:0])
+    rows = _rows(part.kv, _CELLS_AT, part.tokens, part.wanted, fits, tail=part.kv[:0])
     return replace(rows, tail=part.kv[rows.saved.end :])
 
 
 def _rows(
-    state: Kv, at: int, positions: range, wanted: range, fits: Callable[[SavedCells], bool], *, tail: Bytes
+    state: Kv, at: int, tokens: range, wanted: range, fits: Callable[[SavedCells], bool], *, tail: Bytes
 ) -> Rows:
     """Read the cells whose number is at offset `at`; raises `ValueError` for another layout or other positions."""
     for cell_bytes, has_v in LAYOUTS:
@@ -320,15 +320,15 @@ def _rows(
             saved = read_cells(state, at, cell_bytes=cell_bytes, has_v=has_v)
         except ValueError:
             continue
-        if len(saved.cells) == len(positions) and fits(saved):
+        if len(saved.cells) == len(tokens) and fits(saved):
             break
     else:
         raise ValueError("a segment has another layout")
-    if not _are_consecutive(saved, positions.start):
-        raise ValueError(f"a segment of {positions} has other positions")
-    tokens = np.empty(len(positions), dtype=np.int64)
-    tokens[saved.order] = np.arange(positions.start, positions.stop)
-    keep = (tokens >= wanted.start) & (tokens < wanted.stop)
+    if not _are_consecutive(saved, tokens.start):
+        raise ValueError(f"a segment of {tokens} has other positions")
+    of_cells = np.empty(len(tokens), dtype=np.int64)
+    of_cells[saved.order] = np.arange(tokens.start, tokens.stop)
+    keep = (of_cells >= wanted.start) & (of_cells < wanted.stop)
     first, n_kept = int(keep.argmax()), int(np.count_nonzero(keep))
     is_together = bool(keep[first : first + n_kept].all())
     return Rows(state[:HEADER_BYTES], saved, slice(first, first + n_kept) if is_together else keep, tail)

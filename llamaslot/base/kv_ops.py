@@ -34,10 +34,10 @@ Kv: TypeAlias = "npt.NDArray[np.uint8]"
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """Positions `wanted` of a segment that has `positions`, with its KV."""
+    """Tokens `wanted` of a segment that has `tokens`, with its KV."""
 
     kv: Kv
-    positions: range
+    tokens: range
     wanted: range
 
 

@@ -69,7 +69,7 @@ def segment(backend: LlamaBackend, seq: int, start: int, end: int) -> Kv:
     kv = backend.kv_of(99)
     assert kv is not None
     backend._kv.segments.pop(99)
-    backend._kv.positions.pop(99)
+    backend._kv.segment_tokens.pop(99)
     return kv
 
 

@@ -115,7 +115,7 @@ class WatchedLlama(LlamaBackend):
         self.failures.clear()
         for seq in range(self.n_seqs):
             self.change(Remove(seq, 0))
-        for number in [*self._kv.positions, *self._kv.states.checkpoints]:
+        for number in [*self._kv.segment_tokens, *self._kv.states.checkpoints]:
             self.change(Free(number))
 
 

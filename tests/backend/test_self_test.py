@@ -288,7 +288,7 @@ def held(backend: LlamaBackend, seq: int) -> dict[str, bytes]:
 def is_empty(backend: LlamaBackend) -> bool:
     kv = backend._kv
     holds = any(backend.seq_range(seq) for seq in range(backend.n_seqs))
-    return not (holds or kv.positions or kv.states.checkpoints or kv.partial.states)
+    return not (holds or kv.segment_tokens or kv.states.checkpoints or kv.partial.states)
 
 
 @pytest.fixture(autouse=True)

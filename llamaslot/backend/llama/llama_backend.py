@@ -193,7 +193,7 @@ class LlamaBackend:
             # memory it knows of no sequence.
             return self._kv.lengths[seq]
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
-        self._kv.set_length(seq, self._kv.tiles.n_tokens(seq, end))
+        self._kv.set_length(seq, self._kv.positions.n_tokens(seq, end))
         return self._kv.lengths[seq]
 
     def seq_range(self, seq: int) -> range:
@@ -201,7 +201,7 @@ class LlamaBackend:
         self._check_seq(seq)
         if not self._kv.states.is_live(seq) or not self._memory:
             return range(self._kv.lengths[seq])
-        end = self._kv.tiles.n_tokens(seq, llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1)
+        end = self._kv.positions.n_tokens(seq, llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1)
         # With windows and recurrent states, llama.cpp's lowest position is not that of the KV of every token.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
@@ -299,13 +299,13 @@ class LlamaBackend:
         `encoded` is the tile of which the only run is a part.
         """
         is_acausal, part = False, None
-        starts = [self._kv.tiles.of(run.seq, run.start) for run in runs]
+        starts = [self._kv.positions.of(run.seq, run.start) for run in runs]
         if runs[0].tile is not None and encoded is not None:
             first = runs[0].start - runs[0].tile.start
             part = encoded.part(first, first + len(runs[0].tokens))
             is_acausal = self._projector is not None and not self._projector.is_causal
             if encoded.n_positions:
-                starts = [self._kv.tiles.of(runs[0].seq, runs[0].tile.start)]
+                starts = [self._kv.positions.of(runs[0].seq, runs[0].tile.start)]
         self._rows, self._targets = self._batch.fill(runs, starts, has_outputs=embeds, tile=part)
         if self.info.pooling:
             llama_cpp.llama_set_embeddings(self._context, embeds)
@@ -326,7 +326,7 @@ class LlamaBackend:
                 self._kv.lengths[run.seq] += len(run.tokens)
                 if part is not None and part.n_positions:
                     span = TileSpan(run.start, run.start + len(run.tokens), start, part.n_positions)
-                    self._kv.tiles.append(run.seq, [span])
+                    self._kv.positions.append(run.seq, [span])
             self._kv.states.decoded(run.seq for run in runs)
         return _status(code)
 

@@ -51,7 +51,7 @@ class KvOperations:
     def __init__(self, context: Any, info: ModelInfo, n_seqs: int, *, earlier: KvOperations | None = None) -> None:
         self.lengths = [0] * n_seqs
         """Number of tokens that each sequence holds."""
-        self.tiles = Positions(n_seqs, has_tiles=info.state.has_mrope)
+        self.positions = Positions(n_seqs, has_tiles=info.state.has_mrope)
         """Positions of these tokens."""
         self.segment_size = info.segment_size
         """Size of segments, once it is measured."""
@@ -64,12 +64,12 @@ class KvOperations:
         self._scratch = n_seqs - 1 if info.unified and n_seqs > info.n_slots else None
         """Id of the scratch sequence, through which a unified pool saves and loads."""
         self.transfer: PoolTransfer | StreamTransfer = (
-            PoolTransfer(context, self._scratch, self.partial.strip, self.tiles)
+            PoolTransfer(context, self._scratch, self.partial.strip, self.positions)
             if info.unified
             else StreamTransfer(context, self.length)
         )
         self.segments: dict[int, kv_ops.Kv] = earlier.segments if earlier is not None else {}
-        self.positions: dict[int, range] = earlier.positions if earlier is not None else {}
+        self.segment_tokens: dict[int, range] = earlier.segment_tokens if earlier is not None else {}
         """Tokens of the sequence that each segment has."""
         if earlier is not None:
             self.states.checkpoints = earlier.states.checkpoints
@@ -86,7 +86,7 @@ class KvOperations:
         kv_ops.check_operation(
             operation,
             length_of=self.length,
-            segments=self.positions,
+            segments=self.segment_tokens,
             can_reuse=self._info.can_reuse,
             can_shift=not self._info.unshifted_reason,
             unified=self._info.unified,
@@ -98,7 +98,7 @@ class KvOperations:
                 self._remove(operation)
             case kv_ops.Copy(src=src, dst=dst, end=end):
                 # Refuses a part of a tile before anything is changed.
-                self.tiles.at(src, operation.start, end)
+                self.positions.at(src, operation.start, end)
                 with self._emptied_if_it_fails(dst):
                     if end == self.lengths[src]:
                         # Else `dst` is stripped. `seq_cp` copies the latest state of `src`, and leaves it to `dst`
@@ -106,12 +106,12 @@ class KvOperations:
                         self._settle(src, dst)
                     self.transfer.copy(operation)
                 self.states.copy(operation, self.lengths[src])
-                self.tiles.append(dst, self.tiles.within(src, range(operation.start, end)))
+                self.positions.append(dst, self.positions.within(src, range(operation.start, end)))
                 self._set_length(dst, end)
             case kv_ops.Share(src, dst):
                 # Within a tile `of` returns the one position of its tokens: a range that begins there has the tile,
                 # and one that ends there has not.
-                start, end = self.tiles.of(dst, operation.start), self.tiles.of(dst, operation.end)
+                start, end = self.positions.of(dst, operation.start), self.positions.of(dst, operation.end)
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
             case kv_ops.Shift():
@@ -136,14 +136,14 @@ class KvOperations:
             case kv_ops.Free(number) if number in self.states.checkpoints:
                 del self.partial.states[number], self.states.checkpoints[number]
             case kv_ops.Free(segment):
-                del self.segments[segment], self.positions[segment]
+                del self.segments[segment], self.segment_tokens[segment]
 
-    def put(self, number: int, positions: range, kv: kv_ops.Kv) -> None:
-        """Add a segment with the KV of these tokens; without any, it is a checkpoint after `positions.stop`."""
-        if positions:
-            self.segments[number], self.positions[number] = kv, positions
+    def put(self, number: int, tokens: range, kv: kv_ops.Kv) -> None:
+        """Add a segment with the KV of these tokens; without any, it is a checkpoint after `tokens.stop`."""
+        if tokens:
+            self.segments[number], self.segment_tokens[number] = kv, tokens
         else:
-            self.partial.states[number], self.states.checkpoints[number] = kv, positions.stop
+            self.partial.states[number], self.states.checkpoints[number] = kv, tokens.stop
 
     def length(self, seq: int) -> int:
         """Return the recorded length of a sequence; raises `IllegalCallError` for an unknown id."""
@@ -153,7 +153,7 @@ class KvOperations:
     def set_length(self, seq: int, length: int) -> None:
         """Record the length of a sequence."""
         self.lengths[seq] = length
-        self.tiles.truncate(seq, length)
+        self.positions.truncate(seq, length)
 
     def failed(self, runs: Sequence[Run]) -> None:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
@@ -175,7 +175,7 @@ class KvOperations:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             elif not self.states.is_live(seq):
                 self.partial.strip(seq)
-                llama_cpp.llama_memory_seq_rm(self._memory, seq, self.tiles.of(seq, length), -1)
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, self.positions.of(seq, length), -1)
 
     def clear(self) -> None:
         """Empty all sequences and clear all data, since a free state may not be clear (fact 34)."""
@@ -200,7 +200,7 @@ class KvOperations:
             except MemoryError as error:
                 raise kv_ops.NotSavedError(seq) from error
         is_live = [self.states.is_live(seq) for seq in range(len(self.lengths))]
-        held = Held(states, list(self.lengths), list(self.tiles.of_seqs), is_live)
+        held = Held(states, list(self.lengths), list(self.positions.of_seqs), is_live)
         self.clear()
         return held
 
@@ -211,7 +211,7 @@ class KvOperations:
             if not load_sequence(self._context, seq, state):
                 self.clear()
                 return False
-        self.lengths, self.tiles.of_seqs = held.lengths, held.tiles
+        self.lengths, self.positions.of_seqs = held.lengths, held.tiles
         self.states.set_live(held.is_live)
         return True
 
@@ -249,7 +249,7 @@ class KvOperations:
             return
         if keep > 0 and not self._info.can_reuse:
             raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
-        position = self.tiles.cut(seq, keep)
+        position = self.positions.cut(seq, keep)
         self.states.truncate(operation, self.lengths[seq])
         self._set_length(seq, keep)
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, position if keep else -1, -1):
@@ -276,7 +276,7 @@ class KvOperations:
 
     def _saved(self, src: int, wanted: range) -> kv_ops.Kv:
         """Return a segment of these tokens, which may begin or end within a tile; raises `MemoryError`."""
-        held = self.tiles.whole(src, wanted)
+        held = self.positions.whole(src, wanted)
         kv = self.transfer.save(src, held)
         if held == wanted:
             return kv
@@ -289,14 +289,14 @@ class KvOperations:
         llama.cpp does not report whether memory or free cells did not suffice.
         """
         parts = [
-            (self.segments[number], self.positions[number], range(start, end))
+            (self.segments[number], self.segment_tokens[number], range(start, end))
             for number, start, end in operation.ranges
         ]
         try:
             self.transfer.load(operation.dst, operation.start, parts)
-            if self.tiles.has_tiles:
+            if self.positions.has_tiles:
                 for each in parts:
-                    self.tiles.append(operation.dst, saved_positions(*each)[1])
+                    self.positions.append(operation.dst, saved_positions(*each)[1])
         except (MemoryError, ValueError) as error:
             # Rows of an unknown format cannot be joined.
             raise kv_ops.NotLoadedError(operation.parts[0][0]) from error
@@ -304,7 +304,7 @@ class KvOperations:
     def _restore(self, operation: kv_ops.Restore) -> None:
         seq, end = operation.dst, self.states.checkpoints[operation.checkpoint]
         try:
-            self.partial.restore(operation, self.tiles.cut(seq, end))
+            self.partial.restore(operation, self.positions.cut(seq, end))
         except kv_ops.NotLoadedError:
             self._empty(seq)
             raise

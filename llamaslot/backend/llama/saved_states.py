@@ -216,7 +216,7 @@ class StreamTransfer:
         """The sequence saved last, its length and bytes: its segments are often saved one after another."""
 
     def save(self, src: int, wanted: range) -> Kv:
-        """Return the KV of these positions of a sequence, as a segment."""
+        """Return the KV of these tokens of a sequence, as a segment."""
         return join([self._rows(src, wanted)])
 
     def size(self, src: int, wanted: range) -> int:
