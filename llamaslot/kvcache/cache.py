@@ -244,10 +244,9 @@ class KVCache:
         n_copied = self._pool.copy_resident(seq, match)
         if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
             # Computing is faster than the copy. Later segments are loaded only if segments cover the gap as well.
+            # A model with a partial state has no segments here.
             start = self.length(seq)
-            match = match.cut(start, match.parts_from(start))
-            if not self.settings.has_states:
-                match = match.before_tile()
+            match = match.cut(start, match.parts_from(start)).before_tile()
         if n_copied:
             self._pool.deduplicate()
         # In a partitioned pool every load loads the whole sequence again (fact 3), so one large load is cheaper.

@@ -237,11 +237,11 @@ class StateRestorer:
         worth_loading = self._loader.worth_loading
         if not self._settings.has_states:
             match = match.before_tile()
+            parts = worth_loading(match)
+            return replace(match, n_cached=parts[-1].end) if parts else match
+        # No restore point is within a tile.
         parts = worth_loading(match)
         n_covered = parts[-1].end if parts else match.n_resident
-        if not self._settings.has_states:
-            return replace(match, n_cached=n_covered) if parts else match
-        # No restore point is within a tile.
         for node in self._restore_points(match, n_covered):
             n = node.end
             parts = worth_loading(replace(match, parts=match.parts_until(n))) if n > match.n_resident else ()

@@ -21,9 +21,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llamaslot.base.errors import next_state
-from llamaslot.base.images import before_tile
 from llamaslot.base.namespaces import PUBLIC_TENANT, tenant_of
-from llamaslot.base.tokens import WIDTH, unpacked
+from llamaslot.base.tokens import WIDTH
 
 
 class SegmentState(Enum):
@@ -229,17 +228,6 @@ class Node:
             node = rest.pop()
             yield from sorted(node.end_of)
             rest += [child for child in node.children.values() if child.is_resident]
-
-
-def before_tile_of(end: Node, n: int) -> int:
-    """Return `n`, or the place where the tile begins that the first `n` tokens of the path to a node would cut."""
-    if n >= end.end:
-        return n
-    node = next(each for each in end.path_to_root() if each.start <= n)
-    at = (n - node.start) * WIDTH
-    # A tile continues only with negative ids.
-    is_text = int.from_bytes(node.run[at : at + WIDTH], "little", signed=True) >= 0
-    return n if is_text else before_tile(unpacked(end.prefix()), n)
 
 
 def walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from llamaslot.base.images import before_tile
 from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Restore, StateRecord
-from llamaslot.base.tokens import WIDTH
+from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates, OwnCells
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.nodes import Node, before_tile_of
+from llamaslot.kvcache.nodes import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
@@ -101,7 +102,14 @@ class Sequences:
 
     def before_tile(self, seq: int, n: int) -> int:
         """Return how many of its first `n` tokens a sequence can keep: the pool has no parts of tiles."""
-        return before_tile_of(self.end(seq), n)
+        end = self.end(seq)
+        if n >= end.end:
+            return n
+        node = next(each for each in end.path_to_root() if each.start <= n)
+        at = (n - node.start) * WIDTH
+        # A tile continues only with negative ids.
+        is_text = int.from_bytes(node.run[at : at + WIDTH], "little", signed=True) >= 0
+        return n if is_text else before_tile(unpacked(end.prefix()), n)
 
     def append(self, seq: int, tokens: bytes) -> None:
         """Append tokens in cells of their own; those that other sequences hold too now have duplicate cells."""
