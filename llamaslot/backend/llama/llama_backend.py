@@ -626,14 +626,13 @@ class LlamaBackend:
             self._kv.partial.save_blanks(one=0, empty=1)
         found: dict[str, Any] = {}
         if self.info.can_reuse and (self.n_seqs > self.info.n_slots or not self.info.unified):
-            sizes = first_steps.state_sizes(self, self._kv, token)
-            found["segment_size"], found["checkpoint_size"] = sizes
-            self._kv.segment_size = sizes[0]
+            found["segment_size"], found["checkpoint_size"] = first_steps.state_sizes(self, self._kv, token)
         if self.info.adapters:
             found["adapter_switch_ms"] = first_steps.adapter_switch_ms(self, self._context, token)
         if self._settings.context_shift and not self.info.unshifted_reason:
             found["shift_failure"] = first_steps.shift_failure(self, self._kv, token)
         self.info = msgspec.structs.replace(self.info, **found)
+        self._kv = KvOperations(self._context, self.info, self.n_seqs, earlier=self._kv)
         self._clear()
 
     def _compute_once(self) -> Tokens:

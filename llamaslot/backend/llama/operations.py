@@ -53,8 +53,6 @@ class KvOperations:
         """Number of tokens that each sequence holds."""
         self.positions = Positions(n_seqs, has_tiles=info.state.has_mrope)
         """Positions of these tokens."""
-        self.segment_size = info.segment_size
-        """Size of segments, once it is measured."""
         kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
         self.states = kv_ops.StateRecord(kind, info.state.n_swa, info.state.n_rollback)
         """Record of which sequences have their partial state, and so can be decoded."""
@@ -280,8 +278,8 @@ class KvOperations:
         kv = self.transfer.save(src, held)
         if held == wanted:
             return kv
-        assert self.segment_size is not None
-        return join_parts([kv_ops.KvPart(kv, held, wanted)], self.segment_size)
+        assert self._info.segment_size is not None
+        return join_parts([kv_ops.KvPart(kv, held, wanted)], self._info.segment_size)
 
     def _load(self, operation: kv_ops.Load) -> None:
         """Append parts of segments; raises `NotLoadedError`.
