@@ -5,7 +5,7 @@ Its jobs are in `base/prompt_jobs.py`, the lanes in which they wait for it in `p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -50,9 +50,6 @@ _THREAD_NAMES = ("llamaslot-tokenizer", "llamaslot-queries", "llamaslot-grammars
 
 MIN_NEW_TOKENS = 64
 """Fewest tokens of a predicted prompt that are worth computing ahead, as many as a prefix that is worth sharing."""
-
-_MAX_COPIED_BYTES = 2**26
-"""Most bytes of images of all choices (`n`), of which the engine gets a copy each."""
 
 _log = structlog.get_logger(__name__)
 
@@ -171,7 +168,6 @@ class PromptWorker:
                     raise InvalidRequestError("Input content cannot be empty", param="input")
                 if job.purpose != "inspect":
                     self._tokenizer.check_fits(contexts[-1].prompt)
-        _check_copies(contexts)
         is_run, chat = job.purpose == "run", contexts[0].request.chat
         if job.purpose != "warm" and requests[0].params.vector is None:
             # What is warmed or embedded has no reply to be remembered.
@@ -260,12 +256,3 @@ class PromptWorker:
             (salt_namespace(job.cache_salt, each.adapters), path) for each in dropped for path in each.paths
         )
         return DropPaths(paths, digest)
-
-
-def _check_copies(contexts: Sequence[PromptContext]) -> None:
-    """Raise `InvalidRequestError` for images that too many choices have together."""
-    for each in contexts:
-        n, n_bytes = each.request.params.n, sum(len(image.data) for image in each.prompt.images)
-        if n > 1 and n * n_bytes > _MAX_COPIED_BYTES:
-            message = f"'n' is {n}, and the choices have {n * n_bytes} bytes of images (limit: {_MAX_COPIED_BYTES})"
-            raise InvalidRequestError(message, param="n")

@@ -60,6 +60,8 @@ CUT_TOKENS = 256
 """Granularity in tokens at which a too long text is cut, so that later prompts keep the same start."""
 _CHARACTERS_PER_TOKEN = 32
 """Most characters of a text that are read per token of the context."""
+_MAX_COPIED_BYTES = 2**26
+"""Most bytes of images of all completions of a prompt, of which the engine gets a copy each."""
 _MAX_NAME = 4096
 """Most characters of a file name that are used."""
 _SNIPPET = "\n\n--- snippet ---\n\n"
@@ -181,10 +183,7 @@ def text_requests(
     `of_kind` has fields of `GenerateParams` that come from other things than `options`.
     """
     n = _n_computed(options)
-    if n * len(prompts) > settings.max_choices:
-        message = f"{n * len(prompts)} completions requested, and the limit is {settings.max_choices}"
-        param = "best_of" if n > n_choices(options) else "n" if n > 1 else "prompt"
-        raise InvalidRequestError(f"{message} (--max-choices)", param=param)
+    _check_choices(options, n, prompts, settings.max_choices)
     stop = _stop(options, settings)
     session_id = options.session_id or context.caller.session_id or options.prompt_cache_key or ""
     salt = request_salt(
@@ -395,6 +394,20 @@ def _sampling(options: Options, settings: RequestPolicy, info: ModelInfo, tokens
 def n_choices(options: Options) -> int:
     """Return the number of completions of each prompt in the reply."""
     return _first(options.n_cmpl, options.n, 1)
+
+
+def _check_choices(options: Options, n: int, prompts: Sequence[Prompt], most: int) -> None:
+    """Raise `InvalidRequestError` for too many completions, `n` of each prompt, or for too many images of them."""
+    field = "best_of" if n > n_choices(options) else "n" if options.n_cmpl is None else "n_cmpl"
+    if n * len(prompts) > most:
+        message = f"{n * len(prompts)} completions requested, and the limit is {most} (--max-choices)"
+        raise InvalidRequestError(message, param=field if n > 1 else "prompt")
+    for prompt in prompts if n > 1 else ():
+        n_bytes = n * sum(len(part.data) for part in prompt if isinstance(part, ImagePart))
+        if n_bytes > _MAX_COPIED_BYTES:
+            refuse_field(
+                field, f"is {n}, and the choices have {n_bytes} bytes of images (limit: {_MAX_COPIED_BYTES})"
+            )
 
 
 def _n_computed(options: Options) -> int:

@@ -40,6 +40,7 @@ async def test_the_number_of_choices_is_limited(start: Start) -> None:
         ({"prompt": ["x"] * 7}, "prompt"),
         ({"prompt": "x", "n": 7}, "n"),
         ({"prompt": ["x"] * 4, "n": 2}, "n"),
+        ({"prompt": "x", "n_cmpl": 7}, "n_cmpl"),
     ):
         status, field, message = await refused(server, TEXT, {**body, "max_tokens": 1})
         assert (status, field) == (400, param)

@@ -12,16 +12,16 @@ from PIL import Image
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.commands import ImagePart, TextPart, TokensPart
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError
+from llamaslot.base.errors import ContextSizeError
 from llamaslot.base.images import ImageLayout, ImageSize, tile_ids
 from llamaslot.base.model import ProjectorInfo
-from llamaslot.base.prompt_jobs import Locate, Located, NextTurn, Prepared, Release, Remember
+from llamaslot.base.prompt_jobs import BadBody, Locate, Located, NextTurn, Prepared, Release, Remember
 from llamaslot.base.text_records import Session
 from llamaslot.base.tokens import TokenizedPrompt, n_common, packed
-from llamaslot.prompts import prompt_worker
 from llamaslot.prompts.divergences import EarlierPrompts
 from llamaslot.prompts.remembering import PromptContext
 from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol import text_requests
 from tests.fake_backend import BOS, FakeVocab
 from tests.image_bodies import (
     BEGIN,
@@ -294,8 +294,16 @@ async def test_a_warmed_prompt_ends_before_an_image_that_others_may_not_have(wor
 
 async def test_choices_have_so_many_images_together(worker: LocalPrompts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine gets a copy of the files for each of them."""
-    monkeypatch.setattr(prompt_worker, "_MAX_COPIED_BYTES", 3 * len(RED))
+    monkeypatch.setattr(text_requests, "_MAX_COPIED_BYTES", 3 * len(RED))
     for n in (1, 3):
         await prepared(worker, "chat", chat(part(RED), n=n))
-    with pytest.raises(InvalidRequestError, match="'n' is 4"):
-        await prepared(worker, "chat", chat(part(RED), n=4))
+    prompt = {"prompt_string": "<__media__>", "multimodal_data": [base64_of(RED)]}
+    for kind, body, field in (
+        ("chat", chat(part(RED), n=4), "n"),
+        ("chat", chat(part(RED), n_cmpl=4), "n_cmpl"),
+        ("text", {"prompt": prompt, "n": 2, "best_of": 4}, "best_of"),
+    ):
+        answer = await answered(worker, parse(kind, body))
+        assert isinstance(answer, BadBody)
+        assert answer.error.param == field
+        assert answer.error.message.startswith(f"'{field}' is 4")
