@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from structlog.testing import capture_logs
 
-from llamaslot.backend.llama import library
+from bench import synthetic
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
 
 NO_GPU = "ggml_cuda_init: failed to initialize {}: no CUDA-capable device is detected\n"
 OTHER = "ggml_cuda_init: some other error\n"
@@ -26,3 +29,15 @@ def test_that_there_is_no_gpu_is_no_error_where_it_is_hidden(
         library.on_log(library._ERROR, OTHER.encode(), None)
     first = "debug" if hidden in {"", "-1"} else "error"
     assert [each["log_level"] for each in logged] == [first, "error"]
+
+
+@pytest.mark.parametrize(("name", "level"), [("tiny-qwen35", "debug"), ("tiny-mamba", "warning")])
+def test_a_gap_between_positions_is_a_warning_unless_the_model_has_mrope(
+    name: str, level: str, tmp_path: Path
+) -> None:
+    for loaded in ("tiny-qwen35", name):
+        model = synthetic.ensure(loaded, folder=tmp_path, is_exact=True)
+        LlamaBackend(LlamaSettings(model, n_ctx=256, n_threads=1)).close()
+    with capture_logs() as logged:
+        library.on_log(library._WARN, b"find_slot: non-consecutive token position 9 after 4 for sequence 0", None)
+    assert [each["log_level"] for each in logged] == [level]

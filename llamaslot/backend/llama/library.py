@@ -29,10 +29,10 @@ _DEBUG, _INFO, _WARN, _ERROR = 1, 2, 3, 4
 GPU, INTEGRATED_GPU = 1, 2
 """ggml's device types: GPUs with their own memory, and GPUs that use the host's (0 is the CPU)."""
 
-_HARMLESS = ("possible training context overflow", "non-consecutive token position")
-"""Warnings that do not apply: a slot never gets more than the model's training context, however large the pool, and
-after an image positions need not follow each other (M-RoPE).
-"""
+_HARMLESS = "possible training context overflow"
+"""A warning that never applies: a slot gets no more than the model's training context, however large the pool."""
+_GAP = "non-consecutive token position"
+"""A warning that does not apply to models with M-RoPE: after an image, positions need not follow each other."""
 
 _NO_GPU = re.compile(r"ggml_cuda_init: failed to initialize \w+: ")
 """Logged if no GPU can be used. An error, unless GPUs are hidden from this process on purpose."""
@@ -68,6 +68,8 @@ _recent: deque[str] = deque(maxlen=1000)
 _errors: deque[str] = deque(maxlen=20)
 _watching: list[bool] = []
 """An entry for each `watched` in progress: True if warnings are not to be logged either."""
+_harmless = [_HARMLESS]
+"""Parts of the warnings that do not apply to the model that was loaded last."""
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -85,7 +87,7 @@ def on_log(level: int, text: bytes | None, _user: Any) -> None:
         _errors.append(line)
     if level == _ERROR and not _watching:
         _log.error("llama.cpp", line=line)
-    elif level == _WARN and not any(_watching) and not any(words in line for words in _HARMLESS):
+    elif level == _WARN and not any(_watching) and not any(words in line for words in _harmless):
         _log.warning("llama.cpp", line=line)
     else:
         _log.debug("llama.cpp", line=line)
@@ -100,6 +102,11 @@ def initialise() -> None:
     """Load the library's backends and redirect its log. May be called again."""
     llama_cpp.llama_log_set(on_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
+
+
+def expect_gaps(*, has_mrope: bool) -> None:
+    """Say whether positions need not follow each other in the model that is loaded now."""
+    _harmless[1:] = [_GAP] * has_mrope
 
 
 @contextmanager

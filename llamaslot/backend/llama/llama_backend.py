@@ -111,6 +111,7 @@ class LlamaBackend:
         except ConfigError:
             self._free_model()
             raise
+        library.expect_gaps(has_mrope=self.info.state.has_mrope)
         self._batch = Batch(self.info.n_ubatch)
         self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._breakers = BreakerIndex(self.vocab)
