@@ -531,7 +531,7 @@ class Engine:
         until = self.scheduler.deadlines.running
         is_due = until is not None and self._clock() >= until
         scheduler = self.scheduler
-        return self._stopping or bool(self._inbox) or is_due or scheduler.has_drafts or scheduler.has_ending
+        return self._stopping or bool(self._inbox) or is_due or scheduler.has_drafts or bool(scheduler.ending)
 
     def _reply(self, query_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
         if isinstance(answer, LlamaslotError):
@@ -665,9 +665,9 @@ class Engine:
 
     def _end_all(self) -> None:
         """End all unfinished requests without the scheduler, whose state may be undefined."""
-        for reply in self._replies.values():
-            if reply.request.state is not RequestState.DONE:
-                reply.request.handle(RequestEvent.END, self._clock())
+        for request in (*(reply.request for reply in self._replies.values()), *self.scheduler.ending):
+            if request.state is not RequestState.DONE:
+                request.handle(RequestEvent.END, self._clock())
         self._replies.clear()
 
     def _progress(self, request: Request, now: float) -> Progress:

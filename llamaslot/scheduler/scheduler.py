@@ -145,8 +145,8 @@ class Scheduler:
         """Times at which to plan again even if no command arrives."""
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
-        self._ending: list[Request] = []
-        """Requests whose text has ended, that a step may still compute."""
+        self.ending: list[Request] = []
+        """Requests whose text has ended, that a step may still compute (`end_by_text`)."""
         self.has_drafts = False
         """True if a request has a draft, so that the next step must be planned."""
         self.keeps_layout = False
@@ -202,20 +202,15 @@ class Scheduler:
 
     def end_by_text(self, request: Request) -> None:
         """End a running request whose text has ended as soon as no step may compute it any more (`end_ending`)."""
-        self._ending.append(request)
-
-    @property
-    def has_ending(self) -> bool:
-        """True if requests wait for `end_ending`."""
-        return bool(self._ending)
+        self.ending.append(request)
 
     def end_ending(self, now: float) -> None:
         """End the requests of `end_by_text`, between two plans."""
-        for request in self._ending:
+        for request in self.ending:
             # One may have failed meanwhile.
             if request.state is not RequestState.DONE:
                 self.end(request, now)
-        self._ending.clear()
+        self.ending.clear()
 
     def _drop_private(self, request: Request) -> None:
         """Drop what a private request has computed, unless others of its group are left."""
@@ -330,7 +325,7 @@ class Scheduler:
             if failed is None:
                 return []
             self.end(failed, now)
-            return [DecodeFailed(failed, result.decoded.status.name)] if failed not in self._ending else []
+            return [DecodeFailed(failed, result.decoded.status.name)] if failed not in self.ending else []
         # 3. New tokens.
         self._planner.observe(plan, result)
         outcomes: list[Outcome] = []
@@ -343,7 +338,7 @@ class Scheduler:
         # 4. Drafts for the next step.
         adapters = plan.work[0].request.params.adapters
         decoding = [each for each in self.running if each.n_generated and each.params.adapters == adapters]
-        decoding = [each for each in decoding if not each.is_suspect and each not in self._ending]
+        decoding = [each for each in decoding if not each.is_suspect and each not in self.ending]
         self.has_drafts = self._drafter.propose(decoding)
         return outcomes
 
@@ -398,7 +393,7 @@ class Scheduler:
         request = work.request
         n_drafted = work.run.n_drafted
         self.cache.append(work.run.seq, work.kept(results[0].tokens), is_draft=n_drafted > 0)
-        if request in self._ending:
+        if request in self.ending:
             # What this step sampled is beyond the end of its text. If its logits are invalid, the next request that
             # reuses the KV will show that.
             return []

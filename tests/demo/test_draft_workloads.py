@@ -200,7 +200,7 @@ class Witness:
                     sampled = np.array([*each.tokens, *each.forced], dtype=np.int32)
                     known, key = self._known[each.request.namespace], (number, each.request.id)
                     # Once its text has ended, the slot alone gets the tokens of the last step.
-                    before = known[key] if each.request in scheduler._ending else each.request.tokens.view()
+                    before = known[key] if each.request in scheduler.ending else each.request.tokens.view()
                     known[key] = np.concatenate([before, sampled])
             return commit(made, result, now)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -427,6 +428,12 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
     assert harness.stopped is not None
     for completion_id, end in harness.ends.items():
         assert end.done(), f"{completion_id} never ended"
+
+
+def run_ahead(harness: Harness, n_steps: int) -> None:
+    """Have the worker of a fake backend compute up to so many further steps before the engine sees the first."""
+    needs_plan = itertools.cycle([False] * n_steps + [True])
+    harness.engine._worker._needs_plan = lambda: next(needs_plan)
 
 
 def draft_replies(harness: Harness, n_drafted: tuple[int, int], replies: dict[str, str]) -> None:

@@ -15,7 +15,8 @@ from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt_jobs import AnswerBody
 from llamaslot.base.stats import BackendStats
 from llamaslot.kvcache.radix_tree import RadixTree
-from tests.engine.harness import GREEDY, Accepted, Harness, alone, running
+from llamaslot.scheduler.request import RequestState
+from tests.engine.harness import GREEDY, Accepted, Harness, alone, run_ahead, running
 from tests.fake_backend import FakeBackend, FakeVocab
 from tests.prompt_threads import text_request, without_bos
 
@@ -238,6 +239,28 @@ async def test_when_the_engine_dies_every_request_ends_once() -> None:
         assert any(isinstance(e.result(), Failed) for e in ends)
         assert engine.stopped is not None
         assert "the device is gone" in engine.stopped.reason
+
+
+async def test_when_the_engine_dies_a_request_whose_text_has_ended_before_is_ended_too() -> None:
+    """Steps that were on the way when a stop string was found have computed it further."""
+
+    class Dying(CountingBackend):
+        def sample(self, draws: Draws) -> list[tuple[int, ...]]:
+            if self.n_decodes == 20:
+                raise RuntimeError("the device is gone")
+            return super().sample(draws)
+
+    plain = await alone("tell me", FakeBackend(), max_tokens=30)
+    backend = Dying()
+    async with running(backend) as engine:
+        run_ahead(engine, 30)
+        end = finished(await engine.submit("1", "tell me", max_tokens=30, stop=(plain[10:13],)))
+        assert (end.reason, end.stopping_word) == ("word", plain[10:13])
+    assert engine.stopped is not None
+    assert "the device is gone" in engine.stopped.reason
+    (ended,) = engine.engine.scheduler.ending
+    assert ended.state is RequestState.DONE
+    assert all(sampler.closed for sampler in backend.samplers)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -54,7 +54,7 @@ def test_a_request_whose_text_has_ended_keeps_its_slot_until_no_step_computes_it
     assert request.state is RequestState.RUNNING
     driver.scheduler.end_ending(driver.backend.now)
     assert request.state is RequestState.DONE
-    assert not driver.scheduler.has_ending
+    assert not driver.scheduler.ending
 
 
 def test_extra_steps_fit_into_the_pool() -> None:
