@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -210,7 +211,7 @@ def test_old_measurements_count_as_missing_and_are_deleted_later(tmp_path: Path)
     file = tmp_path / f"{KEY}.json"
     os.utime(file, (0, file.stat().st_mtime - costs.MAX_AGE_S - 60))
     assert costs.read_kept(tmp_path, KEY) is None
-    costs.keep(tmp_path, others[0], MEASURED)
+    costs.keep(tmp_path, others[0], msgspec.structs.replace(MEASURED, samples_faster=True))
     assert {path.stem for path in tmp_path.iterdir()} == set(others)
 
 
@@ -372,6 +373,23 @@ def test_what_fails_while_the_server_idles_is_a_reason_and_ends_nothing(
     assert backend.info.costs_pending not in ("", NOT_YET)
     assert backend.measure_costs()
     backend.close()
+
+
+@pytest.mark.parametrize("at_load", [False, True])
+def test_of_a_slow_model_the_result_of_the_self_test_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, at_load: bool
+) -> None:
+    """Each start finds again that it is too slow to be measured."""
+    monkeypatch.setattr(costs, "is_slow", lambda *_: True)
+    monkeypatch.setattr(Quiet, "check", lambda _: None)
+    given = settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True, measure_at_load=at_load)
+    first = measured(given)
+    (file,) = tmp_path.iterdir()
+    os.utime(file, (1e9, time.time() - 60))
+    written = file.stat().st_mtime_ns
+    again = measured(given)
+    assert first.info.self_test == again.info.self_test == "passed"
+    assert [each.stat().st_mtime_ns for each in tmp_path.iterdir()] == [written]
 
 
 def test_where_the_pool_may_never_be_empty_again_costs_are_measured_at_load(

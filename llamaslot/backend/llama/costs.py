@@ -542,14 +542,14 @@ def read_kept(folder: Path, key: str) -> Measurements | None:
 
 
 def keep(folder: Path, key: str, measurements: Measurements) -> None:
-    """Keep measurements for the key and delete old ones. Does nothing if the folder is not writable.
+    """Keep measurements for the key and delete old ones. Does nothing if they are kept, or the folder not writable.
 
     Costs with which nothing would be loaded are not kept: a busy machine may have caused them, and they would make
     RAM and disk useless after every start.
     """
     if not measurements.has_costs and measurements.self_test is None:
         return
-    if not _may_offload(measurements):
+    if not _may_offload(measurements) or measurements == read_kept(folder, key):
         return
     unfinished = folder / f".{key}.{os.getpid()}"
     with contextlib.suppress(OSError):

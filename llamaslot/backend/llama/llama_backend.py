@@ -667,8 +667,7 @@ class LlamaBackend:
             result = self_test.run(self, self._context, limit_s=self_test.START_LIMIT_S)
             self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
-        if measured.to_keep != kept:
-            self._keep(measured)
+        self._keep(measured)
         if chosen is not None and self_test.is_needed(self.info):
             measured = msgspec.structs.replace(measured, self_test=chosen)
         return measured
