@@ -28,7 +28,7 @@ from bench.peers.baseline import revision
 from bench.report import ROOT, console, machine, notes, write_json
 from bench.server import llamaslot, serving
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.llama_backend import Batch
+from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.state_format import HEADER_BYTES, LAYOUTS, Bytes, SavedCells, read_cells
 from llamaslot.base.backend import Run
 from llamaslot.base.model import QUERY_BLOCK
