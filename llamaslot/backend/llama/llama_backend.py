@@ -298,14 +298,8 @@ class LlamaBackend:
 
         `encoded` is the tile of which the only run is a part.
         """
-        is_acausal, part = False, None
-        starts = [self._kv.positions.of(run.seq, run.start) for run in runs]
-        if runs[0].tile is not None and encoded is not None:
-            first = runs[0].start - runs[0].tile.start
-            part = encoded.part(first, first + len(runs[0].tokens))
-            is_acausal = self._projector is not None and not self._projector.is_causal
-            if encoded.n_positions:
-                starts = [self._kv.positions.of(runs[0].seq, runs[0].tile.start)]
+        starts, part, span = self._begin(runs, encoded)
+        is_acausal = part is not None and not part.is_causal
         self._rows, self._targets = self._batch.fill(runs, starts, has_outputs=embeds, tile=part)
         if self.info.pooling:
             llama_cpp.llama_set_embeddings(self._context, embeds)
@@ -322,13 +316,27 @@ class LlamaBackend:
         if self._threads is not None:
             self._threads.ended_at = perf_counter()
         if code == 0:
-            for run, start in zip(runs, starts, strict=True):
+            for run in runs:
                 self._kv.lengths[run.seq] += len(run.tokens)
-                if part is not None and part.n_positions:
-                    span = TileSpan(run.start, run.start + len(run.tokens), start, part.n_positions)
-                    self._kv.positions.append(run.seq, [span])
+            if span is not None:
+                self._kv.positions.append(runs[0].seq, [span])
             self._kv.states.decoded(run.seq for run in runs)
         return _status(code)
+
+    def _begin(
+        self, runs: Sequence[Run], encoded: EncodedTile | None
+    ) -> tuple[list[int], EncodedTile | None, TileSpan | None]:
+        """Return the positions of a batch's runs, its part of the tile, and with M-RoPE the span of that part."""
+        of, run = self._kv.positions.of, runs[0]
+        starts = [of(each.seq, each.start) for each in runs]
+        if encoded is None or run.tile is None:
+            return starts, None, None
+        first, n = run.start - run.tile.start, len(run.tokens)
+        part = encoded.part(first, first + n)
+        if part.places is None:
+            return starts, part, None
+        start = of(run.seq, run.tile.start)
+        return [start], part, TileSpan(run.start, run.start + n, start, part.n_positions)
 
     @property
     def stats(self) -> BackendStats:

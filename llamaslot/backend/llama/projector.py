@@ -54,6 +54,8 @@ class EncodedTile(NamedTuple):
 
     embeddings: npt.NDArray[np.float32]
     """`[tokens, width of the model's input]`."""
+    is_causal: bool
+    """False if its tokens also attend to those after them."""
     places: npt.NDArray[np.int32] | None = None
     """Position, row, column and a 0 of each token, counted from the tile's first one, `[4, tokens]`.
 
@@ -65,7 +67,7 @@ class EncodedTile(NamedTuple):
     def part(self, start: int, end: int) -> EncodedTile:
         """Return tokens `[start, end)`."""
         places = self.places[:, start:end] if self.places is not None else None
-        return EncodedTile(self.embeddings[start:end], places, self.n_positions)
+        return self._replace(embeddings=self.embeddings[start:end], places=places)
 
 
 class Projector:
@@ -75,8 +77,7 @@ class Projector:
         self._handle = handle
         self.info = info
         self._width = width
-        self.is_causal = is_causal
-        """False if the tokens of a tile also attend to those after them."""
+        self._is_causal = is_causal
         self._lock = Lock()
         """Held while a layout is made, so that nothing is freed meanwhile."""
         self._image: tuple[bytes, Any] | None = None
@@ -129,14 +130,14 @@ class Projector:
             return None
         embeddings = np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self._handle), (n, self._width))
         if not mtmd.mtmd_decode_use_mrope(self._handle):
-            return EncodedTile(embeddings)
+            return EncodedTile(embeddings, self._is_causal)
         found = (mtmd.mtmd_decoder_pos * n)()
         mtmd.mtmd_helper_image_get_decoder_pos(mtmd.mtmd_input_chunk_get_tokens_image(chunk), 0, found)
         # llama.cpp takes the row before the column.
         places = np.ctypeslib.as_array(found).view(np.int32).reshape(n, 4)[:, [0, 2, 1, 3]].T
         if places[0].any() or places[3].any():
             raise IllegalCallError("tokens of a tile at several positions")
-        return EncodedTile(embeddings, places, mtmd.mtmd_input_chunk_get_n_pos(chunk))
+        return EncodedTile(embeddings, self._is_causal, places, mtmd.mtmd_input_chunk_get_n_pos(chunk))
 
     def _chunks(self, image: PromptImage) -> Any:
         """Return the preprocessed tiles of an image, which are kept until those of another are asked for."""
