@@ -18,7 +18,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.images import ImageSize, PromptImage
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Kv, Load, Remove, Restore, Save, Share, Take
-from tests.backend.test_models import failing
+from tests.backend.test_models import failing, logits
 from tests.backend.test_projector import AFTER, BEFORE, SETTINGS, assert_same, compute, steps
 from tests.vision_files import picture, placed, with_mrope, write_projector
 
@@ -213,3 +213,42 @@ def test_a_failed_step_leaves_a_sequence_as_it_was(backend: LlamaBackend) -> Non
     if not backend.info.keeps_checkpoints:
         backend.change(Remove(0, len(ids) - 1))
         assert_same(compute(backend, ids, image), expected)
+
+
+def test_of_a_tile_whose_second_batch_fails_nothing_is_left(chosen: LlamaSettings) -> None:
+    """Behind another tile, so that its position is lower than the number of tokens before it."""
+    backend = LlamaBackend(replace(chosen, n_ubatch=64))
+    (ids, first), size = prompt(backend), ImageSize(300, 120)
+    more, second = placed(picture(2, size.width, size.height), backend.image_layout(size), len(ids))
+    ((start, end),) = second.tiles
+    between, tile, rest = steps([*ids, *more, *AFTER], second, len(ids), 0)
+
+    def compute_before() -> None:
+        backend.change(Remove(0, 0))
+        compute(backend, ids, first)
+        backend.decode([between])
+
+    compute_before()
+    with failing(backend, 10**9) as n_nodes:
+        assert backend.decode([tile]).status is Status.OK
+    backend.change(Save(1, 0, start, end))
+    if backend.info.keeps_checkpoints:
+        backend.change(Take(9, 0, end))
+    backend.decode([rest])
+    expected = logits(backend, len(rest.tokens) - 1)
+    compute_before()
+    with failing(backend, n_nodes[0] * 3 // 4):
+        assert backend.decode([tile]).status is Status.ABORTED
+    if backend.seq_len(0) > start:
+        # llama.cpp cuts only the batch that failed.
+        backend.change(Remove(0, start))
+    assert backend.seq_len(0) == start
+    # All other cells are free.
+    for at in range(start, 512, 64):
+        fill(backend, 1, min(64, 512 - at))
+    backend.change(Remove(1, 0))
+    backend.change(Load(0, start, ((1, end),)))
+    restored(backend, 0, 9)
+    backend.decode([rest])
+    assert_same(logits(backend, len(rest.tokens) - 1), expected, 0.02)
+    backend.close()
