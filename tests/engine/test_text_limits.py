@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
+from llamaslot.base.commands import InspectEngine
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
-from tests.engine.harness import Harness, running
+from tests.engine.harness import Harness, run_ahead, running
 from tests.fake_backend import FakeBackend
 from tests.text.test_stream import indented
 
@@ -62,12 +64,38 @@ async def test_a_generation_ends_with_a_line_after_its_time() -> None:
             assert (harness.text(name), end.reason) == (expected, "limit"), name
 
 
-async def test_requests_whose_text_may_end_them_go_step_by_step() -> None:
-    async with running(poet(n_slots=1)) as harness:
-        for name, fields in (("indent", {"n_indent": 1}), ("time", {"t_max_predict_ms": 10**9})):
-            end = await finished(harness, name, "q", max_tokens=40, **fields)
-            # With further steps on the way when the text ends, more tokens would be held than were generated.
-            assert end.progress.n_held == end.progress.n_prompt + end.progress.n_generated - 1
+@pytest.mark.parametrize("n_ahead", [0, 1, 2, 60])
+@pytest.mark.parametrize("fields", [{}, {"cache_prompt": False}, {"cache_salt": "a tenant"}], ids=str)
+async def test_a_text_ends_at_the_same_place_though_further_steps_are_on_the_way(
+    fields: dict[str, Any], n_ahead: int
+) -> None:
+    """Of what they compute nothing is sent or counted, and later requests are not disturbed by it."""
+    clock = itertools.count()
+    async with running(poet(), clock=lambda: float(next(clock))) as harness:
+        run_ahead(harness, n_ahead)
+        await finished(harness, "free", "abc", max_tokens=60, **fields)
+        free = harness.text("free")
+        lines = free[: free.index("\n", 1) + 1]
+        in_time, never = {"t_max_predict_ms": 1}, ("no such text",)
+        cases: dict[str, tuple[dict[str, Any], str]] = {
+            "stop": ({"stop": (free[20:26],)}, free[: free.index(free[20:26])]),
+            "indent": ({"n_indent": 1, "stop": never}, indented(free, 1)),
+            "time": (in_time | {"stop": never}, lines),
+            "stop before the time": (in_time | {"stop": (lines[-3:],)}, free[: free.index(lines[-3:])]),
+            "indent and time": (in_time | {"n_indent": 1}, min(lines, indented(free, 1), key=len)),
+        }
+        for name, (ends, expected) in cases.items():
+            end = await finished(harness, name, "abc", max_tokens=60, **ends, **fields)
+            assert (harness.text(name), end.reason) == (expected, "word" if name.startswith("stop") else "limit")
+            assert len(expected) <= end.progress.n_generated < 60
+            # It is answered once no step computes the request any more.
+            await harness.ask(InspectEngine())
+            assert not harness.engine.scheduler.running
+            if fields.get("cache_prompt") is False:
+                assert not harness.engine.scheduler.cache.cells.used
+            later = await finished(harness, f"after {name}", "abc" + free[:40], max_tokens=20, **fields)
+            assert harness.text(f"after {name}") == free[40:60]
+            assert bool(later.progress.n_cached) == (fields.get("cache_prompt") is not False)
 
 
 @pytest.mark.parametrize("n_warm", [0, 100, 130])
