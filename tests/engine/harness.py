@@ -36,6 +36,7 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import ModelWorker, OnStep, StepWatch, model_thread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.text_requests import TextRequest
+from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan
 from llamaslot.service.live_request import Completion
 from llamaslot.service.metrics import Metrics
@@ -437,15 +438,26 @@ def run_ahead(harness: Harness, n_steps: int) -> None:
 
 
 def draft_replies(harness: Harness, n_drafted: tuple[int, int], replies: dict[str, str]) -> None:
-    """Draft for each request whose reply is known by its prompt: so many right tokens, then so many wrong ones."""
+    """Draft as `draft_tokens` for each request whose reply is known by its prompt (fake backend only)."""
+
+    def known(request: Request) -> Sequence[int]:
+        prompt = bytes(token for token in request.prompt.tokens.tolist() if 0 <= token < BOS)
+        return replies.get(prompt.decode(), "").encode()
+
+    draft_tokens(harness, n_drafted, known)
+
+
+def draft_tokens(
+    harness: Harness, n_drafted: tuple[int, int], reply_of: Callable[[Request], Sequence[int]]
+) -> None:
+    """Draft so many right tokens, then so many wrong ones, for each request; `reply_of` returns its whole reply."""
     scheduler, (n_right, n_wrong) = harness.engine.scheduler, n_drafted
     plan = scheduler.plan
 
     def planned(now: float) -> StepPlan:
         for request in scheduler.running:
-            prompt = bytes(token for token in request.prompt.tokens.tolist() if 0 <= token < BOS)
             n = request.n_generated
-            known = replies.get(prompt.decode(), "").encode()[n : n + n_right]
+            known = reply_of(request)[n : n + n_right]
             if n and n_right + n_wrong:
                 wrong = [known[0] ^ 1 if known else 1] * n_wrong
                 request.draft = np.array([*known, *wrong], dtype=np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Finished
 from llamaslot.base.images import ImageSize
-from tests.engine.harness import Harness, alone, running
+from tests.engine.harness import Harness, alone, draft_tokens, running
 from tests.engine.test_disk_worker import KEY, written
+from tests.engine.test_drafts import OPEN, Steps
 from tests.vision_files import picture, with_mrope, write_projector
 
 SIZE = ImageSize(480, 400)
@@ -106,3 +108,28 @@ async def test_a_reply_is_that_of_a_cold_run(settings: LlamaSettings, tmp_path: 
             assert engine.text(f"later {i}") == expected[i]
             assert end.progress.n_cached > N_TILE
         assert backend.stats.n_tiles_encoded == 0
+
+
+@pytest.mark.parametrize("n_drafted", [(3, 0), (1, 3), (0, 2)])
+async def test_drafts_after_an_image_change_no_reply(settings: LlamaSettings, n_drafted: tuple[int, int]) -> None:
+    """What is rejected is removed by its positions, which after an image are not the numbers of the tokens."""
+    prompt, fields = ("look: ", 1, " what is it?"), {"max_tokens": 24, "sampling": OPEN}
+    given = replace(settings, max_draft=63)
+    backend = LlamaBackend(given)
+    async with running(backend) as engine:
+        await engine.submit("plain", parts(backend, *prompt), **fields)
+        expected = engine.tokens("plain")
+    backend = LlamaBackend(given)
+    async with running(backend) as engine:
+        steps = Steps(engine.engine)
+        draft_tokens(engine, n_drafted, lambda _: expected)
+        await engine.submit("drafted", parts(backend, *prompt), **fields)
+        assert engine.tokens("drafted") == expected
+        assert steps.counts["drafted"] > 5
+        assert bool(steps.counts["rejected"]) == bool(n_drafted[1])
+        # Nothing of what was rejected is left in what the next turn continues from.
+        end = await reply(engine, backend, "next", "look: ", 1, " what is it?" + engine.text("drafted") + " and?")
+        assert end.progress.n_cached > N_TILE
+    assert engine.text("next") == await cold(
+        settings, "look: ", 1, " what is it?" + engine.text("drafted") + " and?"
+    )
