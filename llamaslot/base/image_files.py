@@ -1,7 +1,8 @@
 """Files of images, decoded to the pixels that the model sees.
 
-llama-server decodes by stb_image, and WebP by ffmpeg. Pixels are those of stb_image, to the bit for PNG and BMP:
-alpha is dropped without blending, the high byte of 16 bits is kept, and the orientation in EXIF data is ignored.
+llama-server decodes by stb_image, and WebP by ffmpeg. Pixels are those of stb_image, to the bit for PNG, GIF and
+BMP: alpha is dropped without blending, the high byte of 16 bits is kept, and the orientation in EXIF data ignored.
+Where stb_image fails or mistakes the form, as of CMYK without Adobe's marker, they are Pillow's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from llamaslot.base.images import ImageSize
 
 if TYPE_CHECKING:
     from PIL.Image import Image as OpenImage
+    from PIL.ImageFile import ImageFile
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
 """Others are never tried: some of Pillow's decoders start programs, or follow names of files."""
@@ -32,6 +34,8 @@ cannot encode an image if the other one vanishes; Qwen-VL's own preprocessing ha
 _MAX_SCANS = 64
 """Most scans of a JPEG. Encoders write up to a dozen; each costs as much as all pixels, and may have few bytes."""
 _START_OF_SCAN = b"\xff\xda"
+_BITS_OF_FORM = {"BGR;15": (5, 5, 5), "BGR;16": (5, 6, 5)}
+"""Bits of red, green and blue in BMP files of 16 bits, by Pillow's names."""
 _ONE_AT_A_TIME = threading.Lock()
 """Held while an image is decoded, so that several threads do not need the memory at once, and for `warnings`."""
 
@@ -71,7 +75,7 @@ def _decoded(data: bytes) -> tuple[ImageSize, bytes]:
     # Checked by Pillow too, before it allocates anything: the frames of a GIF may be larger than its header says.
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
     try:
-        image: OpenImage = Image.open(BytesIO(data), formats=FORMATS)
+        image: ImageFile = Image.open(BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequestError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except Image.DecompressionBombError:
@@ -81,8 +85,41 @@ def _decoded(data: bytes) -> tuple[ImageSize, bytes]:
         check_size(size)
         if image.format == "JPEG" and data.count(_START_OF_SCAN) > _MAX_SCANS:
             raise InvalidRequestError(f"has more than {_MAX_SCANS} scans")
+        # Loading clears both.
+        _, extents, _, form = image.tile[0] if image.tile else ("", None, 0, None)
         image.load()
-        return size, _rgb(image).tobytes()
+        pixels = _rgb(image)
+        if image.format == "GIF" and extents is not None:
+            pixels = _as_by_stb_image(image, pixels, extents)
+        if image.format == "BMP" and isinstance(form, tuple) and form[0] in _BITS_OF_FORM:
+            pixels = pixels.point(_scales(_BITS_OF_FORM[form[0]]))
+        return size, pixels.tobytes()
+
+
+def _as_by_stb_image(image: OpenImage, pixels: OpenImage, extents: tuple[int, int, int, int]) -> OpenImage:
+    """Return a GIF's first frame: black where it is transparent, the background's colour outside of its `extents`.
+
+    Of that colour stb_image swaps red and blue, and it takes number 0 for none.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    transparent, background = image.info.get("transparency"), image.info.get("background", 0)
+    if transparent is not None:
+        pixels.paste((0, 0, 0), mask=image.point([255 * (i == transparent) for i in range(256)], "L"))
+    if extents == (0, 0, *image.size):
+        return pixels
+    # Without a palette, Pillow found that each colour in the file is the gray of its number.
+    palette = getattr(image, "global_palette", None)
+    color = palette.palette[3 * background : 3 * background + 3] if palette is not None else [background] * 3
+    canvas = Image.new("RGB", pixels.size, tuple(color[::-1]) if background and color else (0, 0, 0))
+    canvas.paste(pixels.crop(extents), extents[:2])
+    return canvas
+
+
+def _scales(bits: tuple[int, int, int]) -> list[int]:
+    """Return a table for `point`: 5 or 6 bits are repeated to get 8, where Pillow has rounded down."""
+    values = [(round(value * (2**n - 1) / 255), n) for n in bits for value in range(256)]
+    return [value << 8 - n | value >> 2 * n - 8 for value, n in values]
 
 
 def _rgb(image: OpenImage) -> OpenImage:

@@ -43,6 +43,41 @@ def png(
     return b"\x89PNG\r\n\x1a\n" + image
 
 
+def gif(
+    extents: tuple[int, int, int, int],
+    *,
+    transparent: int | None = None,
+    background: int = 0,
+    palette: bytes = b"",
+    own_palette: bytes = b"",
+    interlace: bool = False,
+) -> bytes:
+    """A GIF of 12 x 10 pixels, whose frame has random ones of 8 colours in a part of them (left, top, size)."""
+    data = b"GIF89a" + struct.pack("<HHBBB", 12, 10, 0xF7 if palette else 0x70, background, 0) + palette
+    if transparent is not None:
+        data += struct.pack("<BBBBHBB", 0x21, 0xF9, 4, 1, 0, transparent, 0)
+    data += b"\x2c" + struct.pack("<HHHHB", *extents, 0x87 * bool(own_palette) | 0x40 * interlace) + own_palette
+    # Codes of 9 bits: a decoder expects longer ones behind 256 of them.
+    codes = [256, *RANDOM.integers(0, 8, extents[2] * extents[3]).tolist(), 257]
+    bits = sum(code << 9 * i for i, code in enumerate(codes))
+    raster = bits.to_bytes(-(-9 * len(codes) // 8), "little")
+    return data + b"\x08" + bytes([len(raster)]) + raster + b"\0;"
+
+
+def bmp(n_bits: int, masks: tuple[int, ...] = ()) -> bytes:
+    """A BMP of 7 x 5 random pixels, with bit masks of red, green and blue or without."""
+    raster = RANDOM.bytes((7 * n_bits + 31) // 32 * 4 * 5)
+    head = struct.pack("<IiiHHIIiiII", 40, 7, 5, 1, n_bits, 3 if masks else 0, len(raster), 0, 0, 0, 0)
+    head += struct.pack(f"<{len(masks)}I", *masks)
+    return b"BM" + struct.pack("<IHHI", 14 + len(head) + len(raster), 0, 0, 14 + len(head)) + head + raster
+
+
+def adobe(data: bytes, transform: int) -> bytes:
+    """A JPEG whose four colours Adobe's marker gives another meaning: 0 is CMYK, 2 YCCK."""
+    at = data.index(b"Adobe") + 11
+    return data[:at] + bytes([transform]) + data[at + 1 :]
+
+
 def huge(width: int, height: int) -> bytes:
     """A PNG that has nothing of its pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -63,7 +98,11 @@ def of_llama_server(data: bytes) -> tuple[ImageSize, bytes]:
 
 TURNED = Image.Exif()
 TURNED[274] = 6
-PALETTE = (b"PLTE", RANDOM.bytes(3 * 256))
+COLORS = RANDOM.bytes(3 * 256)
+PALETTE = (b"PLTE", COLORS)
+WHOLE, PART = (0, 0, 12, 10), (2, 3, 5, 4)
+GRAYS = bytes(i for i in range(256) for _ in range(3))
+CMYK = Image.merge("CMYK", [SMOOTH.getchannel(0), *SMOOTH.transpose(Image.Transpose.ROTATE_180).split()])
 EQUAL = {
     **{f"gray of {depth} bits": png(depth, 0) for depth in (1, 2, 4, 8, 16)},
     **{f"RGB of {depth} bits": png(depth, 2) for depth in (8, 16)},
@@ -90,13 +129,44 @@ EQUAL = {
     "GIF of frames": file_of(
         NOISE.quantize(16), "GIF", save_all=True, append_images=[NOISE.transpose(Image.Transpose.ROTATE_180)]
     ),
+    **{
+        f"GIF of frames with a transparent colour, disposal {i}": file_of(
+            NOISE.quantize(16),
+            "GIF",
+            save_all=True,
+            append_images=[NOISE.transpose(Image.Transpose.ROTATE_180).quantize(16)],
+            transparency=2,
+            disposal=i,
+        )
+        for i in range(4)
+    },
+    "GIF with a transparent colour": gif(WHOLE, transparent=3, palette=COLORS),
+    "interlaced GIF with a transparent colour": gif(WHOLE, transparent=3, palette=COLORS, interlace=True),
+    "GIF with a transparent colour and a background": gif(WHOLE, transparent=3, background=5, palette=COLORS),
+    "GIF in gray with a transparent colour": gif(PART, transparent=3, background=5, palette=GRAYS),
+    "GIF whose frame has a palette": gif(WHOLE, transparent=0, palette=GRAYS, own_palette=COLORS),
+    "GIF whose frame alone has a palette": gif(PART, transparent=0, background=5, own_palette=COLORS),
+    "GIF of a part with a palette": gif(PART, background=5, palette=COLORS, own_palette=COLORS[::-1]),
+    **{
+        f"GIF of a part, background {background}, transparent {transparent}": gif(
+            PART, transparent=transparent, background=background, palette=COLORS
+        )
+        for background in (0, 5)
+        for transparent in (None, 0, 5, 7)
+    },
+    "PNG of frames": file_of(WITH_ALPHA, "PNG", save_all=True, append_images=[WITH_ALPHA.rotate(180)]),
+    "BMP of 16 bits": bmp(16),
+    "BMP of 16 bits with masks": bmp(16, (0xF800, 0x7E0, 0x1F)),
+    "BMP of 32 bits with masks": bmp(32, (0xFF0000, 0xFF00, 0xFF)),
 }
 CLOSE = {
     "JPEG": file_of(SMOOTH, "JPEG", quality=95),
     "JPEG of noise": file_of(NOISE, "JPEG", quality=95, subsampling=0),
     "progressive JPEG": file_of(SMOOTH, "JPEG", progressive=True),
     "JPEG in gray": file_of(SMOOTH.convert("L"), "JPEG"),
-    "JPEG in CMYK": file_of(SMOOTH.convert("CMYK"), "JPEG"),
+    "JPEG in RGB": file_of(SMOOTH, "JPEG", keep_rgb=True),
+    "JPEG in CMYK": file_of(CMYK, "JPEG", quality=95, subsampling=0),
+    "JPEG in YCCK": adobe(file_of(CMYK, "JPEG", quality=95, subsampling=0), 2),
     "JPEG with an orientation": file_of(SMOOTH, "JPEG", exif=TURNED),
 }
 
@@ -112,6 +182,19 @@ def test_jpegs_differ_from_llama_servers_by_rounding(name: str) -> None:
     difference = np.frombuffer(own, np.uint8).astype(int) - np.frombuffer(pixels, np.uint8)
     assert own_size == size
     assert np.abs(difference).max() <= 3
+
+
+def test_cmyk_without_adobes_marker_is_still_cmyk() -> None:
+    """stb_image takes it for YCbCr."""
+    data = file_of(CMYK, "JPEG", quality=95, subsampling=0)
+    start = data.index(b"\xff\xee")
+    end = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
+    assert decode(data[:start] + data[end:]) == decode(data)
+
+
+def test_of_several_frames_webp_gives_the_first() -> None:
+    data = file_of(NOISE, "WEBP", save_all=True, append_images=[NOISE.rotate(180)], lossless=True)
+    assert decode(data) == (ImageSize(11, 9), NOISE.tobytes())
 
 
 def test_webp_without_loss_has_its_pixels_without_alpha() -> None:
