@@ -385,7 +385,7 @@ class Checkpoint(Segment):
     It does not include the KV of the tokens before it, which is in cells or segments.
     """
 
-    __slots__ = ("ends_message", "precedes_reply")
+    __slots__ = ("ends_images", "ends_message", "precedes_reply")
 
     is_checkpoint = True
 
@@ -394,6 +394,8 @@ class Checkpoint(Segment):
     ) -> None:
         super().__init__(number, node.end, node.end, n_bytes, tenant=node.tenant, now=now, state=state)
         self.nodes = [node]
+        self.ends_images = False
+        """True if it was taken after the last image of a prompt: others may ask something else about it."""
         self.ends_message = False
         """True if it was taken at the end of a message, such as the system prompt."""
         self.precedes_reply = False
@@ -442,10 +444,10 @@ class Checkpoint(Segment):
     def is_worth_storing(self) -> bool:
         """True if it is written to disk and uploaded, because other prompts are likely to continue from it.
 
-        That holds for forks, the deepest of a path, the one at the end of the first message, and the one before the
-        last reply, from which the last prompt continues if it is sent again.
+        That holds for forks, the deepest of a path, those after the images of a prompt, the one at the end of the
+        first message, and the one before the last reply, from which the last prompt continues if it is sent again.
         """
-        if self.is_fork or self.is_deepest or self.ends_first_message:
+        if self.is_fork or self.is_deepest or self.ends_images or self.ends_first_message:
             return True
         return self.precedes_reply and not any(each.precedes_reply for each in self._below())
 

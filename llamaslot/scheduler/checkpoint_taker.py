@@ -11,7 +11,8 @@ two steps:
 2. at even distances, moved back to the start of a message if one is near;
 3. where the prompt diverges from what is cached: other prompts may branch off here as well;
 4. the start of the message to be generated, a few tokens before the end of the prompt: templates change what
-   follows it, and the same prompt may be sent again. For the end of the reply there is `Checkpoints.take_at_end`.
+   follows it, and the same prompt may be sent again. For the end of the reply there is `Checkpoints.take_at_end`;
+5. the end of each image, which costs more to encode again than text to compute: others may ask something else.
 
 A checkpoint is also taken where a waiting request diverges from this one, and at the end of a prompt of which
 further choices are waiting.
@@ -62,12 +63,14 @@ class CheckpointTaker:
             # sequence, or came from disk, the remote tier or a file.
             each.ends_message |= self._ends_message(request, each.end)
             each.precedes_reply |= self._precedes_reply(request, each.end)
+            each.ends_images |= each.end in request.tiles.ends[-1:]
         request.stops = prompt_stops(
             request.tokens.view(),
             start=request.n_cached_at_admission,
             matched=request.match.n_matched if request.match is not None else 0,
             existing=positions,
             control=self._control,
+            image_ends=request.tiles.ends,
             settings=checkpoints.settings,
             n_ctx_slot=self._n_ctx_slot,
         )
@@ -99,6 +102,7 @@ class CheckpointTaker:
                 if taken is not None:
                     taken.ends_message |= self._ends_message(request, taken.end)
                     taken.precedes_reply |= self._precedes_reply(request, taken.end)
+                    taken.ends_images |= taken.end in request.tiles.ends[-1:]
             go_on.append(request)
         return go_on
 
@@ -125,13 +129,15 @@ def prompt_stops(
     matched: int,
     existing: Collection[int],
     control: npt.NDArray[np.int32],
+    image_ends: Collection[int] = (),
     settings: CheckpointSettings,
     n_ctx_slot: int,
 ) -> CheckpointStops:
     """Return the stops of a prompt that is computed from `start` on; its first `matched` tokens are in the tree.
 
-    `existing` has the positions of checkpoints on its path, `control` the ids of control tokens. The stops at even
-    distances continue in the reply, up to the end of the context.
+    `existing` has the positions of checkpoints on its path, `control` the ids of control tokens, `image_ends` the
+    positions after the last tile of each image. The stops at even distances continue in the reply, up to the end of
+    the context.
     """
     n, gap, step = len(tokens), settings.min_gap, settings.limits.step
     deepest = max((each for each in existing if each <= start), default=0)
@@ -147,6 +153,8 @@ def prompt_stops(
             chosen.append(position)
 
     last = int(starts[-1]) if len(starts) and n - starts[-1] < gap else n - _LAST_TOKENS
+    for end in image_ends:
+        choose(end, 1)
     if n - deepest >= gap:
         choose(last, 1)
         # The first message boundary after `min_gap` tokens, usually the end of the system prompt. Other

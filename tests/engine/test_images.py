@@ -101,6 +101,21 @@ async def test_no_image_is_encoded_in_the_second_turn_by_another_user_or_from_ra
         assert backend.n_tiles_encoded == 3
 
 
+@pytest.mark.parametrize("kind", [each for each in StateKind if each is not StateKind.NONE])
+async def test_each_image_can_be_followed_by_another_question_where_a_state_must_be_restored(
+    kind: StateKind,
+) -> None:
+    backend = FakeBackend(n_ctx=2 * N_CTX, projector=True, kind=kind)
+    images = ("look at this: 2 and 5", "look at this: 2 and 5", "look at this: 2")
+    async with running(backend, checkpoint_bytes=10**6, checkpoints_on_path=32) as engine:
+        for i, question in enumerate((" what is it", " whose is it", ", and what is there")):
+            end = finished(await engine.submit(str(i), parts_of(images[i] + question)))
+            assert engine.text(str(i)) == await answer(images[i] + question, kind=kind)
+            assert backend.n_tiles_encoded == n_tiles(images[0]) == 6
+            # The question, and the delimiter before it.
+            assert i == 0 or end.progress.n_prompt_computed == len(f"</i>{question}")
+
+
 async def test_another_image_is_never_reused() -> None:
     backend = FakeBackend(n_ctx=N_CTX, projector=True)
     async with running(backend) as engine:

@@ -86,9 +86,7 @@ async def test_a_reply_is_that_of_a_cold_run(settings: LlamaSettings, tmp_path: 
         for i, prompt in enumerate(prompts):
             end = await reply(engine, backend, f"first {i}", *prompt)
             assert engine.text(f"first {i}") == expected[i]
-        # Where a state must be restored, there is no checkpoint at the end of an image.
-        n_encoded = 2 if backend.info.can_trim else 3
-        assert backend.stats.n_tiles_encoded == n_encoded
+        assert backend.stats.n_tiles_encoded == 2
         n_loaded = 0
         for n_filler in (300, 700, 1100, 1500, 1900):
             await engine.submit(f"filler {n_filler}", "f" * n_filler, max_tokens=1)
@@ -98,7 +96,7 @@ async def test_a_reply_is_that_of_a_cold_run(settings: LlamaSettings, tmp_path: 
                 assert engine.text(name) == expected[i]
                 assert end.progress.n_cached > N_TILE
                 n_loaded += end.progress.n_loaded
-        assert backend.stats.n_tiles_encoded == n_encoded
+        assert backend.stats.n_tiles_encoded == 2
         assert n_loaded > N_TILE
         await written(engine)
     backend = LlamaBackend(settings)
@@ -133,3 +131,24 @@ async def test_drafts_after_an_image_change_no_reply(settings: LlamaSettings, n_
     assert engine.text("next") == await cold(
         settings, "look: ", 1, " what is it?" + engine.text("drafted") + " and?"
     )
+
+
+async def test_nothing_is_encoded_again_in_turn_2_after_a_restart_nor_by_another_user_after_the_next(
+    settings: LlamaSettings, tmp_path: Path
+) -> None:
+    system = "you see what others do not, and say so in a few words: " * 3
+    question, text = "", ""
+    for turn in (" what is it?", " and what else?", " whose is it, and what is behind it?"):
+        question = turn if "whose" in turn else f"{question}{text}{turn}"
+        expected = await cold(settings, system, 1, question)
+        backend = LlamaBackend(settings)
+        async with served(backend, tmp_path) as engine:
+            end = await reply(engine, backend, turn, system, 1, question)
+            text = engine.text(turn)
+            assert text == expected
+            if turn != " what is it?":
+                assert backend.stats.n_tiles_encoded == 0
+                delimiter = backend.image_layout(SIZE).pieces[-1]
+                assert not isinstance(delimiter, int)
+                assert end.progress.n_prompt_computed <= len(delimiter) + len(question)
+            await written(engine)

@@ -27,6 +27,7 @@ def stops_of(
     matched: int = 0,
     existing: Collection[int] = (),
     tile: tuple[int, int] = (0, 0),
+    image_ends: Collection[int] = (),
     n_ctx: int = 10_000,
     **fields: Any,
 ) -> CheckpointStops:
@@ -40,6 +41,7 @@ def stops_of(
         matched=matched,
         existing=existing,
         control=CONTROL,
+        image_ends=image_ends,
         settings=checkpoint_settings(**{"step": STEP, "min_gap": GAP} | fields),
         n_ctx_slot=n_ctx,
     )
@@ -74,6 +76,14 @@ def test_a_stop_within_a_tile_is_behind_it_or_before_it_at_the_end_of_the_prompt
     """A tile is computed whole, so a step would pass over the stop."""
     assert positions(stops_of(250, tile=(90, 170)), 250) == [170, 200, 246]
     assert positions(stops_of(80, tile=(50, 80)), 80) == [50]
+
+
+def test_each_image_ends_with_a_stop_even_near_others() -> None:
+    assert positions(stops_of(80, [0, 30, 73], tile=(31, 70), image_ends=[70]), 80) == [30, 70, 73]
+    assert positions(stops_of(80, [40, 77], start=40, image_ends=[20, 44], existing=[40]), 80) == [44, 77]
+    # What is left behind a checkpoint would be too little, if it were text.
+    assert positions(stops_of(80, start=75, existing=[75], image_ends=[78]), 80) == [78]
+    assert positions(stops_of(80, start=78, existing=[78], image_ends=[78]), 80) == []
 
 
 def test_of_control_tokens_in_a_row_the_first_counts() -> None:
