@@ -25,6 +25,7 @@ from llamaslot.kvcache.nodes import checkpoints_on
 from llamaslot.kvcache.slot_snapshots import MAX_SAVED_CHECKPOINTS
 from tests import conftest
 from tests.engine.harness import Harness, alone, running
+from tests.engine.test_images import parts_of
 from tests.fake_backend import FakeBackend
 
 KEY = b"k" * 32
@@ -167,6 +168,18 @@ async def test_a_restore_that_does_not_fit_the_slot_is_refused(tmp_path: Path) -
         refused = await engine.act(0, "restore")
         assert isinstance(refused, ErrorInfo)
         assert refused.param == "filename"
+
+
+async def test_a_slot_with_an_image_is_not_restored_without_a_projector(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeBackend(n_slots=2, projector=True, n_reserved=4)) as engine:
+        await engine.submit("image", parts_of("look: 2 what is it"), id_slot=0)
+        await engine.act(0, "save")
+        assert isinstance(await engine.act(1, "restore"), SlotActionDone)
+    async with served(tmp_path) as engine:
+        refused = await engine.act(0, "restore")
+        assert isinstance(refused, ErrorInfo)
+        assert (refused.param, "without an mmproj" in refused.message) == ("filename", True)
+        await engine.complete(LONG)
 
 
 async def test_actions_are_refused_without_a_folder() -> None:
