@@ -101,7 +101,7 @@ def serving(
         (folder / "fault" / "sitecustomize.py").write_text(fault)
         own["PYTHONPATH"] = f"{folder / 'fault'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     given = [*map(str, args)]
-    model = [] if "-m" in given or "--models-dir" in given else ["-m", "demo"]
+    model = [] if {"-m", "--models-dir", "--models-preset"} & {*given} else ["-m", "demo"]
     command = ["serve", *model, "--port", "0", "-t", "1", *given]
     log.write_bytes(b"")
     process: subprocess.Popen[bytes] | ForkedProcess

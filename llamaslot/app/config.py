@@ -6,7 +6,8 @@ line from this table, and fills it with values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
@@ -114,6 +115,12 @@ class Option:
         return [*words, "N"] if words and len(self.types) > 1 else words
 
 
+def hint(word: str, known: Iterable[str]) -> str:
+    """Return a question for the nearest of the known words; empty if none is near."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The configuration; flags, environment variables and keys of the file are derived from these fields."""
@@ -136,6 +143,9 @@ class Config:
     models_dir: str = llama(
         "",
         "folder of GGUF files, and of folders with one: each is a model, which is loaded when a request names it",
+    )
+    models_preset: str = llama(
+        "", "INI file of llama-server: a section for each model, with its flags as keys, and [*] for all of them"
     )
     models_max: Count = llama(4, "with several models: how many are loaded at once at most; 0: any number")
     models_autoload: bool = llama(

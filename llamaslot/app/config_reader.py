@@ -10,7 +10,6 @@ only complete flags match: no abbreviations, and no short flags with the value a
 from __future__ import annotations
 
 import argparse
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +19,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from llamaslot.app import model_config
-from llamaslot.app.config import Config, Option, options
+from llamaslot.app.config import Config, Option, hint, options
 from llamaslot.app.foreign_flags import FOREIGN_FLAGS, ForeignFlag, in_environment
+from llamaslot.app.model_presets import SHARED, Values, read_presets
 from llamaslot.app.model_table import MODEL_OPTIONS, ModelEntry, check_table, files_in, model_id
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_named_text
@@ -52,18 +52,13 @@ class Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
         known = [name for action in shown for name in action.option_strings]
-        return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{_hint(flag, known)}"
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+        return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{hint(flag, known)}"
 
 
 def _foreign_hint(name: str, table: Iterable[str]) -> str:
     flag = f"--{name.replace('_', '-')}"
     reasons = (row.reason for row in FOREIGN_FLAGS if flag in row.flags)
-    return next((f": {reason}" for reason in reasons), None) or _hint(name, table)
+    return next((f": {reason}" for reason in reasons), None) or hint(name, table)
 
 
 def _with_dashes(arg: str) -> str:
@@ -149,9 +144,12 @@ def read_models(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[M
     in_file, tables = _in_file(flags, environ)
     given = _given(flags, environ)
     found = in_file | given
-    folder = _configured(found).models_dir
+    shared = _configured(found)
+    folder = shared.models_dir
+    presets = read_presets(shared.models_preset) if shared.models_preset else {}
+    of_all = presets.pop(SHARED, {})
     named = list(getattr(flags, "model", None) or ())
-    if len(named) < 2 and not folder and not tables:
+    if len(named) < 2 and not folder and not tables and not shared.models_preset:
         return []
     if own := next((name for name in MODEL_OPTIONS if name in found), None):
         flag = f"--{own.replace('_', '-')}"
@@ -161,38 +159,44 @@ def read_models(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[M
     sources = [(model_id(name), "--model", name) for name in named]
     in_folder = files_in(folder) if folder else {}
     sources += [(name, "--models-dir", path) for name, (path, _) in in_folder.items()]
-    models: dict[str, dict[str, tuple[str, Any]]] = {}
+    models: dict[str, Values] = {}
     for name, flag, path in sources:
         if name in models:
             raise ConfigError(f"two models have the name {name}: give one of them another in a table", param=flag)
         models[name] = {"model": (flag, path)}
-    pinned: set[str] = set()
-    for name, table in tables.items():
-        values = dict(check_table(name, table))
-        if values.pop("pin", False):
-            pinned.add(name)
-        _check_keys(values, f"[models.{name}]")
-        own_values = {key: (f"{key} of [models.{name}]", value) for key, value in values.items()}
-        models[name] = models.get(name, {}) | own_values
-        if "model" not in models[name]:
-            raise ConfigError(f"[models.{name}] has no model", param="--config")
+    for name, values in (*presets.items(), *((name, _in_table(name, table)) for name, table in tables.items())):
+        models[name] = models.get(name, {}) | values
+    if lacking := next((name for name, own in models.items() if not own.keys() & {"model", "hf_repo"}), None):
+        place = f"[models.{lacking}]" if lacking in tables else f"--models-preset: [{lacking}]"
+        raise ConfigError(f"{place} has no model", param="--config")
     if not models:
-        raise ConfigError(f"--models-dir: there is no model in {folder}", param="--models-dir")
+        flag, place = ("--models-dir", folder) if folder else ("--models-preset", shared.models_preset)
+        raise ConfigError(f"{flag}: there is no model in {place}", param=flag)
     entries = []
     default = model_id(named[0]) if named else ""
     for name, own_values in models.items():
-        values_of_model = in_file | own_values | given | {"model": own_values["model"]}
+        _, is_pinned = own_values.pop("pin", ("", False))
+        values_of_model = in_file | of_all | own_values | given
+        values_of_model.pop("model", None)
+        values_of_model |= {key: value for key, value in own_values.items() if key == "model"}
         try:
             config = _configured(values_of_model)
         except ConfigError as error:
             raise ConfigError(f"model {name}: {error.message}", param=error.param) from None
         config = _with_projector(config, *in_folder.get(name, ("", "")))
         names = (name, *(each for each in listed(config.alias) if each != name))
-        entries.append(ModelEntry(names, config, name in pinned, is_default=name == default))
+        entries.append(ModelEntry(names, config, is_pinned, is_default=name == default))
     taken = [name for each in entries for name in each.names]
     if twice := next((name for name in taken if taken.count(name) > 1), None):
         raise ConfigError(f"two models have the name {twice}", param="--config")
     return entries
+
+
+def _in_table(name: str, table: Any) -> Values:
+    """Return the values of a table of the configuration file; `pin` is one of them. Raises `ConfigError`."""
+    values = check_table(name, table)
+    _check_keys(values.keys() - {"pin"}, f"[models.{name}]")
+    return {key: (f"{key} of [models.{name}]", value) for key, value in values.items()}
 
 
 def _with_projector(config: Config, model: str, projector: str) -> Config:

@@ -139,9 +139,6 @@ _REFUSED = {
     "prefixes are always reused, from any slot; chunks moved to other positions would not be exact; remove it": """
         --cache-reuse N [LLAMA_ARG_CACHE_REUSE]
     """,
-    "write tables [models.NAME] into the file of --config, with the names of flags as keys": """
-        --models-preset FILE [LLAMA_ARG_MODELS_PRESET]
-    """,
     "there are no draft models; what a request repeats is drafted without one (--speculate), so remove it": """
         -hfd -hfrd --hf-repo-draft --spec-draft-hf REPO [LLAMA_ARG_SPEC_DRAFT_HF_REPO]
         -md --model-draft --spec-draft-model FILE [LLAMA_ARG_SPEC_DRAFT_MODEL]

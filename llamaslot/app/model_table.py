@@ -31,6 +31,7 @@ SERVER_OPTIONS = frozenset(
         "port",
         "owned_by",
         "models_dir",
+        "models_preset",
         "models_max",
         "models_autoload",
         "models_memory",

