@@ -8,6 +8,7 @@ from pathlib import Path
 from bench import synthetic
 from bench.encoders import tiny_bert, tiny_reranker
 from bench.lora_files import write_adapter
+from bench.projector_files import picture, write_projector
 
 N_POSITIONS = 512
 """Context of the suite's encoders, whose longest text has 258 tokens."""
@@ -33,7 +34,14 @@ CACHED = (
     "ggml-org/test-model-stories260K-infill:F32",
 )
 """Models that the suite's tests of several models expect to have been downloaded before."""
+IMAGES = ("11_truck.png", "91_cat.png")
+"""Images that the suite's tests fetch, and send."""
 _COMMIT = "0" * 40
+
+
+def _image(path: Path, seed: int) -> Path:
+    path.write_bytes(picture(seed, 32, 32))
+    return path
 
 
 class Models:
@@ -44,18 +52,22 @@ class Models:
         self.decoder = synthetic.ensure("tiny-sentencepiece")
         encoder = tiny_bert(folder / "encoder.gguf", n_positions=N_POSITIONS)
         reranker = tiny_reranker(folder / "reranker.gguf", RERANKER_WORDS, n_positions=N_POSITIONS)
+        # Without the delimiters of Gemma's images, which are many tokens of the decoder's vocabulary.
+        projector = write_projector(folder / "mmproj.gguf", "mlp")
         # Three tokens of bytes that no text has.
         fim = ",".join(f"tokenizer.ggml.{name}_token_id=int:{3 + i}" for i, name in enumerate(FIM_TOKENS))
         self.flags: Mapping[str, list[str]] = {
             "bert-bge-small": ["--model", str(encoder)],
             "jina-reranker": ["--model", str(reranker)],
             "infill": ["--model", str(self.decoder), "--override-kv", fim],
+            "tinygemma3": ["--model", str(self.decoder), "--mmproj", str(projector)],
             "": ["--model", str(self.decoder)],
         }
         """Flags for the models whose name contains a key; the last ones are for any model."""
         self.downloads = {
             "moe_shakespeare15M.gguf": str(write_adapter(folder / "adapter.gguf", self.decoder, seed=1)),
             "stories15M-q4_0.gguf": str(self.decoder),
+            **{name: str(_image(folder / name, seed)) for seed, name in enumerate(IMAGES)},
         }
         """Files in place of those that the tests fetch themselves, by name."""
         self.hub = folder / "hub"

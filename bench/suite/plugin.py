@@ -6,13 +6,17 @@ there is nothing to download here.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import requests
 
 from bench.sentencepiece import token_of
 from bench.suite.start import FLAGS
@@ -59,9 +63,24 @@ def pytest_sessionstart() -> None:
     utils.ServerPreset.load_all = staticmethod(lambda: None)
     files = json.loads(os.environ[DOWNLOADS])
     utils.download_file = lambda url, *_: files.get(url.rpartition("/")[2], url)
+    requests.get = _with_local_files(requests.get, files)
     match = utils.match_regex
     if os.environ.get(ANY_WORDS):
         utils.match_regex = lambda regex, text: _test not in CONSTRAINED or match(regex, text)
+
+
+def _with_local_files(get: Callable[..., requests.Response], files: Mapping[str, str]) -> Any:
+    """Return a function that answers as `get`, and with a local file where the URL ends with its name."""
+
+    def answer(url: str, *args: Any, **kwargs: Any) -> requests.Response:
+        file = files.get(url.rpartition("/")[2])
+        if file is None:
+            return get(url, *args, **kwargs)
+        response = requests.Response()
+        response.status_code, response.raw = 200, io.BytesIO(Path(file).read_bytes())
+        return response
+
+    return answer
 
 
 @pytest.hookimpl(wrapper=True)

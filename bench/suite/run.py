@@ -28,6 +28,7 @@ FILES = (
     "basic", "chat_completion", "completion", "tokenize", "template", "tool_call", "compat_anthropic",
     "compat_oai_responses", "compat_gcp", "security", "metrics", "ignore_eos", "sleep", "embedding", "rerank",
     "lora", "infill", "ctx_shift", "slot_save", "kv_keep_only_active", "speculative", "stream", "router", "proxy",
+    "vision_api", "mcp_servers", "tools_builtin",
 )  # fmt: skip
 OWN, PEER = "llamaslot", "llama-server"
 OUTCOMES = ("passed", "failed", "skipped")

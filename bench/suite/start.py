@@ -23,21 +23,27 @@ STARTS = "LLAMASLOT_SUITE_STARTS"
 """Environment variable with the file that gets the suite's flags of each start, as a JSON line."""
 MODEL_FLAGS = ("--model", "--model-url", "--hf-repo", "--hf-file", "--mmproj-url")
 """Flags that choose a model; each has a value."""
+NO_PROJECTOR = "--no-mmproj"
+"""Flag for a model without the projector in its repository; it would not turn one off that is given as a file."""
 
 
 def command(flags: Sequence[str]) -> list[str]:
     """Return the server's command for the suite's flags, with local models in place of those that they choose."""
-    kept, chosen = [], {}
+    kept, chosen, has_projector = [], {}, True
     rest = iter(flags)
     for flag in rest:
         if flag in MODEL_FLAGS:
             chosen[flag] = next(rest)
+        elif flag == NO_PROJECTOR:
+            has_projector = False
         else:
             kept.append(flag)
     models: dict[str, list[str]] = json.loads(os.environ[MODELS])
     if chosen:
         names = " ".join(chosen.values())
         model = next(found for part, found in models.items() if part in names)
+        if not has_projector:
+            model = model[: model.index("--mmproj")]
     else:
         model = json.loads(os.environ[DEFAULT])
     return [*json.loads(os.environ[SERVER]), *model, *kept, *os.environ.get(FLAGS, "").split()]

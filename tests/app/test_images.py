@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from bench.lora_files import write_adapter
+from bench.projector_files import picture, write_projector
 from tests.app.test_lora import MODEL, SCALES
 from tests.app.test_mmproj import WIDTH
 from tests.image_bodies import base64_of, block, file_of, item, part
 from tests.image_bodies import text as text_part
 from tests.live import WRITE_SOON, Server, serving
-from tests.vision_files import picture, write_projector
 
 CAT, DOG = (picture(seed, 100, 60) for seed in (1, 2))
 LONG = " Look at it closely, and say what you see." * 12

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import llamaslot.demo
+from bench.projector_files import write_projector
 from llamaslot.app.config import Config
 from llamaslot.app.model_config import check, check_projector
 from llamaslot.app.model_table import ModelEntry
@@ -21,7 +22,6 @@ from llamaslot.base.model import CPU, ProjectorInfo
 from tests.app.test_crashes import STORY, engine_of, wait
 from tests.fake_backend import FakeBackend
 from tests.live import Server, serving
-from tests.vision_files import write_projector
 
 MODEL = Path(llamaslot.demo.__file__).with_name("demo.gguf")
 WIDTH = 192

@@ -15,6 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from bench.projector_files import picture, write_projector
 from tests.app.test_crashes import wait
 from tests.app.test_images import LONG as QUESTION
 from tests.app.test_images import n_encoded, user
@@ -23,7 +24,6 @@ from tests.conftest import LONG
 from tests.live import Server, serving
 from tests.store_proxy import WRITES, Fault, StoreProxy
 from tests.store_server import PROGRAM, StoreServer, store_server
-from tests.vision_files import picture, write_projector
 
 pytestmark = pytest.mark.skipif(not (PROGRAM or LONG), reason="long: make test-remote")
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from bench import synthetic
+from bench.projector_files import picture, write_projector
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.images import ImageSize, PromptImage
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Kv, Load, Remove, Restore, Save, Share, Take
 from tests.backend.test_models import failing, logits
 from tests.backend.test_projector import AFTER, BEFORE, SETTINGS, assert_same, compute, steps
-from tests.vision_files import picture, placed, with_mrope, write_projector
+from tests.vision_files import placed, with_mrope
 
 pytestmark = pytest.mark.gpu
 

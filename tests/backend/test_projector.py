@@ -25,6 +25,7 @@ from llama_cpp import mtmd_cpp
 from structlog.testing import capture_logs
 
 from bench import synthetic
+from bench.projector_files import Kind, picture, write_projector
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
 from llamaslot.backend.llama.loading import CACHE_TYPES, FLASH_ATTN
 from llamaslot.base.backend import Run, Status
@@ -36,7 +37,7 @@ from llamaslot.base.kv_ops import Copy, IllegalCallError, Load, Remove, Restore,
 from llamaslot.base.model import StateKind
 from tests.backend.test_models import failing, logits
 from tests.conftest import new_seed
-from tests.vision_files import Kind, picture, placed, with_mrope, with_tokens, write_projector
+from tests.vision_files import placed, with_mrope, with_tokens
 
 pytestmark = pytest.mark.gpu
 

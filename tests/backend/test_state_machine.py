@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from bench import synthetic
+from bench.projector_files import Kind, picture, write_projector
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, loading
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.generation.sampling import Sampling
@@ -46,7 +47,7 @@ from tests.backend.test_models import failing, logits
 from tests.conftest import LONG
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.noise import Noise
-from tests.vision_files import Kind, picture, with_mrope, with_tokens, write_projector
+from tests.vision_files import with_mrope, with_tokens
 
 N_SLOTS, N_RESERVED = 2, 1
 N_SEQS = N_SLOTS + N_RESERVED + 2  # one spare for moving paths, one for scratch

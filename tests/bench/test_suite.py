@@ -17,7 +17,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama.vocab import LlamaVocab
 
 UTILS = """
-import os, subprocess, wget
+import os, requests, subprocess, wget
 def download_file(url, output_file_path=None):
     raise AssertionError("downloads")
 class ServerPreset:
@@ -28,6 +28,7 @@ def match_regex(regex, text):
     return regex == text
 def started():
     assert download_file("https://host/moe_shakespeare15M.gguf").endswith("adapter.gguf")
+    assert requests.get("https://host/91_cat.png", timeout=1).content.startswith(b"\\x89PNG")
     program = os.environ["LLAMA_SERVER_BIN_PATH"]
     return subprocess.run([program, "--hf-repo", "a", "--slots"], capture_output=True, text=True).stdout
 """
@@ -105,7 +106,11 @@ def test_only_what_llama_server_passes_and_no_exception_names_is_unexpected(
 
 def test_only_what_chooses_a_model_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(start.SERVER, json.dumps(["llamaslot", "serve"]))
-    models = {"bert": ["--model", "encoder.gguf"], "": ["--model", "random.gguf"]}
+    models = {
+        "bert": ["--model", "encoder.gguf"],
+        "tinygemma3": ["--model", "random.gguf", "--mmproj", "mmproj.gguf"],
+        "": ["--model", "random.gguf"],
+    }
     monkeypatch.setenv(start.MODELS, json.dumps(models))
     monkeypatch.setenv(start.DEFAULT, json.dumps(["--config", "models.toml"]))
     monkeypatch.setenv(start.FLAGS, "--no-kv-unified")
@@ -114,6 +119,10 @@ def test_only_what_chooses_a_model_is_replaced(monkeypatch: pytest.MonkeyPatch) 
     assert start.command(flags) == ["llamaslot", "serve", "--model", "random.gguf", *kept]
     encoder = start.command(["--hf-repo", "a/b", "--hf-file", "bert-bge-small/c.gguf"])
     assert encoder == ["llamaslot", "serve", "--model", "encoder.gguf", "--no-kv-unified"]
+    image = start.command(["--hf-repo", "a/tinygemma3-GGUF:Q8_0", "--port", "1"])
+    assert image == ["llamaslot", "serve", *models["tinygemma3"], "--port", "1", "--no-kv-unified"]
+    text = start.command(["--hf-repo", "a/tinygemma3-GGUF:Q8_0", "--no-mmproj"])
+    assert text == ["llamaslot", "serve", "--model", "random.gguf", "--no-kv-unified"]
     several = start.command(["--port", "1"])
     assert several == ["llamaslot", "serve", "--config", "models.toml", "--port", "1", "--no-kv-unified"]
 

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bench.projector_files import write_projector
 from llamaslot.app.models import resolve_model
 from tests.app.test_mmproj import WIDTH
 from tests.fake_hub import FakeHub, StoredFile
 from tests.forked import Command
 from tests.live import serving
-from tests.vision_files import write_projector
 
 REPO = "somebody/Some-GGUF"
 MODEL = "some-Q8_0.gguf"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench import synthetic
+from bench.projector_files import picture, write_projector
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart
@@ -19,7 +20,7 @@ from llamaslot.base.images import ImageSize
 from tests.engine.harness import Harness, alone, draft_tokens, running
 from tests.engine.test_disk_worker import KEY, written
 from tests.engine.test_drafts import OPEN, Steps
-from tests.vision_files import picture, with_mrope, write_projector
+from tests.vision_files import with_mrope
 
 SIZE = ImageSize(480, 400)
 """That of a tile of 30 x 25 tokens: more than a segment has, or a step."""

@@ -19,6 +19,7 @@ from redis.exceptions import ResponseError
 from structlog.testing import capture_logs
 
 from bench import synthetic
+from bench.projector_files import picture, write_projector
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.remote import StoreSettings
 from llamaslot.backend.remote.redis_store import RedisStore, Sealer
@@ -40,7 +41,6 @@ from llamaslot.kvcache.tiers.remote_tier import (
 )
 from tests.engine.harness import Harness, running
 from tests.store_server import PROGRAM, StoreServer, store_server
-from tests.vision_files import picture, write_projector
 
 MIB = 2**20
 KINDS = ["tiny", "tiny-swa", "tiny-lfm2", "tiny-mamba"]

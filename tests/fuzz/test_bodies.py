@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from bench.projector_files import write_projector
 from llamaslot.api.routes import ROUTES
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
@@ -23,7 +24,6 @@ from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
 from tests.fuzz.client import send_all
 from tests.fuzz.images import WITH_IMAGES
 from tests.live import Server, serving
-from tests.vision_files import write_projector
 
 N_FAKE = 10_000 if LONG else 200
 N_LIVE = 10_000
