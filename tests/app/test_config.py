@@ -414,6 +414,7 @@ model = {folder}/b.gguf
 alias = x,y
 c = 4096
 LLAMA_ARG_N_PARALLEL = 2
+seed = 9
 no-mmap = true
 jinja = on
 load-on-startup = true

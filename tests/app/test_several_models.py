@@ -205,6 +205,8 @@ load-on-startup = 1
         assert len(server.get("/slots?model=small")) == 2
         for name in states(server):
             assert server.post("/completion", {"model": name, "prompt": "x"})["tokens_predicted"] == 3
+        path = server.get("/props?model=owner/Some-GGUF:Q8_0")["model_path"]
+        assert Path(path).name == "some-Q8_0.gguf"
 
 
 @pytest.mark.slow
