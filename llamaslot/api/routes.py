@@ -167,6 +167,13 @@ class ModelStatus(msgspec.Struct, forbid_unknown_fields=True):
     """Why it could not be loaded."""
 
 
+class Modalities(msgspec.Struct, forbid_unknown_fields=True):
+    """Kinds of input and output of a model, as in the lists of llama-server's router."""
+
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
+
+
 class Model(msgspec.Struct, forbid_unknown_fields=True):
     """A model in OpenAI's format."""
 
@@ -176,6 +183,7 @@ class Model(msgspec.Struct, forbid_unknown_fields=True):
     object: Literal["model"]
     created: int
     owned_by: str
+    architecture: Modalities
     meta: ModelMeta | UnsetType = UNSET
     """Unknown until the model is loaded for the first time."""
     status: ModelStatus | UnsetType = UNSET

@@ -174,6 +174,11 @@ def _described(request: web.Request, model: ServedModel, *, has_status: bool) ->
         "object": "model",
         "created": started(),
         "owned_by": request.app[SETTINGS].owned_by,
+        # Agents such as pi learn from it whether they may send images.
+        "architecture": {
+            "input_modalities": ["text", "image"] if model.takes_images else ["text"],
+            "output_modalities": ["text"],
+        },
     }
     if has_status:
         described["status"] = {"value": model.status}
@@ -199,7 +204,7 @@ def _in_ollamas_form(model: ServedModel) -> dict[str, Any]:
         "model": model.id,
         "type": "model",
         "description": info.description if info is not None else "",
-        "capabilities": [model.task, *(["multimodal"] if info is not None and info.projector is not None else [])],
+        "capabilities": [model.task, *(["multimodal"] if model.takes_images else [])],
         "details": {"format": "gguf", "family": info.architecture if info is not None else ""},
     }
 

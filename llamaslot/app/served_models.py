@@ -172,6 +172,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
         idle_seconds=config.sleep_idle_seconds,
         tags=settings.model_tags(),
         capability=capability_of(config),
+        has_projector=bool(config.mmproj),
         is_pinned=entry.is_pinned,
     )
 

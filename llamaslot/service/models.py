@@ -99,6 +99,8 @@ class ServedModel:
     tags: Sequence[str] = ()
     capability: Task = "completion"
     """Its task, by its flags."""
+    has_projector: bool = False
+    """True if it has a projector, by its flags."""
     adapter_scales: Sequence[float] = ()
     """Of its last service, for the next one."""
     is_pinned: bool = False
@@ -133,6 +135,11 @@ class ServedModel:
         if self.info is None:
             return self.capability
         return "rerank" if self.info.pooling == "rank" else "embedding" if self.info.pooling else "completion"
+
+    @property
+    def takes_images(self) -> bool:
+        """True if prompts may have images; until it was loaded, by its flags: one that was found may be useless."""
+        return self.has_projector if self.info is None else self.info.projector is not None
 
     @property
     def is_running(self) -> bool:

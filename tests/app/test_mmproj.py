@@ -84,10 +84,16 @@ def test_a_projector_in_a_models_folder_is_used_or_left_out(tmp_path: Path) -> N
         (folder / name).mkdir(parents=True)
         shutil.copy(MODEL, folder / name / "model.gguf")
         write_projector(folder / name / "mmproj-F32.gguf", "mlp", n_embd=n_embd)
+
+    def modalities(server: Server) -> dict[str, list[str]]:
+        return {each["id"]: each["architecture"]["input_modalities"] for each in server.get("/v1/models")["data"]}
+
     with serving(tmp_path, "--models-dir", folder, "-c", "1024") as server:
+        assert set(map(tuple, modalities(server).values())) == {("text", "image")}, "as far as is known"
         for name, has_vision in (("sees", True), ("reads", False)):
             assert server.post("/completion", {"model": name, "prompt": "x", "n_predict": 1})["model"] == name
             assert server.get(f"/props?model={name}")["modalities"]["vision"] is has_vision
+        assert modalities(server) == {"sees": ["text", "image"], "reads": ["text"]}
         (line,) = server.log_lines("projector.not_used")
         assert line["level"] == "warning"
         assert str(folder / "reads" / "mmproj-F32.gguf") in line["reason"]
