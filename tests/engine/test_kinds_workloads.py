@@ -20,6 +20,7 @@ from msgspec import structs
 
 from bench import synthetic
 from bench.lora_files import write_adapter
+from bench.projector_files import Kind, picture, write_projector
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.adapters import Adapters, applied
@@ -37,7 +38,7 @@ from tests.engine.harness import Harness, running
 from tests.engine.test_disk_worker import KEY
 from tests.prompt_threads import SETTINGS
 from tests.random_workloads import run_workloads
-from tests.vision_files import Kind, picture, with_mrope, with_tokens, write_projector
+from tests.vision_files import with_mrope, with_tokens
 
 N_WORKLOADS = 100 if LONG else 2
 N_CTX_SLOT = 448
