@@ -102,6 +102,21 @@ async def test_what_does_not_fit_is_cut_at_the_far_ends(start: Start) -> None:
     assert longer.count("p") == n_prefix + 1, "it begins where the shorter one began"
 
 
+async def test_what_is_kept_of_long_texts_is_next_to_the_cursor(start: Start) -> None:
+    """Of the texts, and of the parts of them that are tokenized."""
+    server = await infilling(start)
+    numbers = "".join(f"{i:06} " for i in range(10_000))
+    prompt = await prompt_of(server, input_prefix=numbers, input_suffix=numbers)
+    prefix, _, suffix = prompt.removeprefix(PRE).removesuffix(MID).partition(SUF)
+    assert 500 < len(prefix) < len(numbers)
+    assert 200 < len(suffix) < len(numbers)
+    assert numbers.endswith(prefix)
+    assert numbers.startswith(suffix)
+    prompt = await prompt_of(server, input_extra=[{"text": numbers}])
+    assert len(prompt) > 500
+    assert numbers.endswith(prompt.removesuffix(f"{PRE}{SUF}{MID}"))
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
