@@ -82,7 +82,7 @@ async def serve(config: Config, entries: Sequence[ModelEntry] = ()) -> int:
             unloading = asyncio.create_task(models.unload_idle(), name="unload-idle-models")
             stack.callback(unloading.cancel)
         announce(_urls(listeners[0], "https" if config.ssl_cert_file else "http"))
-        models.load_pinned()
+        models.load_first()
         # If one of several engines cannot go on, the others can.
         ended = models.services[0].stopped if models.is_one else asyncio.get_running_loop().create_future()
         await _first(ended, stop.first)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
 
@@ -69,6 +69,10 @@ def llama(
 
 own = partial(llama, env="LLAMASLOT_{}")
 """An option that llama-server does not have."""
+
+
+Values: TypeAlias = dict[str, tuple[str, Any]]
+"""Values of options by their names, each with its source, such as the flag."""
 
 
 @dataclass(frozen=True, slots=True)

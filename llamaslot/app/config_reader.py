@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from llamaslot.app import model_config
-from llamaslot.app.config import Config, Option, hint, options
+from llamaslot.app.config import Config, Option, Values, hint, options
 from llamaslot.app.foreign_flags import FOREIGN_FLAGS, ForeignFlag, in_environment
-from llamaslot.app.model_presets import SHARED, Values, read_presets
-from llamaslot.app.model_table import MODEL_OPTIONS, ModelEntry, check_table, files_in, model_id
+from llamaslot.app.model_presets import AT_START, PRESETS, SHARED, is_repository, listed_name, read_presets
+from llamaslot.app.model_table import MODEL_OPTIONS, ModelEntry, check_table, files_in, model_id, naming
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_named_text
 from llamaslot.text.builtin_templates import resolve
@@ -136,60 +136,71 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
     With several models it has what they share.
     """
     in_file, _ = _in_file(flags, environ)
-    return _configured(in_file | _given(flags, environ))
+    return _configured(in_file | _in_environment(environ) | _in_flags(flags))
 
 
 def read_models(flags: argparse.Namespace, environ: Mapping[str, str]) -> list[ModelEntry]:
     """Return the models of a server that may have several; none for one of a single model. Raises `ConfigError`."""
     in_file, tables = _in_file(flags, environ)
-    given = _given(flags, environ)
-    found = in_file | given
+    variables, in_flags = _in_environment(environ), _in_flags(flags)
+    found = in_file | variables | in_flags
     shared = _configured(found)
-    folder = shared.models_dir
-    presets = read_presets(shared.models_preset) if shared.models_preset else {}
+    folder, file = shared.models_dir, shared.models_preset
+    presets = read_presets(file) if file else {}
     of_all = presets.pop(SHARED, {})
     named = list(getattr(flags, "model", None) or ())
-    if len(named) < 2 and not folder and not tables and not shared.models_preset:
+    if len(named) < 2 and not folder and not tables and not file:
         return []
     if own := next((name for name in MODEL_OPTIONS if name in found), None):
         flag = f"--{own.replace('_', '-')}"
-        raise ConfigError(f"{flag} is for a server of one model: write it into a table [models.NAME]", param=flag)
+        message = f"{flag} is for a server of one model: write it into a table [models.NAME] or a section"
+        raise ConfigError(message, param=flag)
     if not named and "model" in found:
         named = [found["model"][1]]
     sources = [(model_id(name), "--model", name) for name in named]
     in_folder = files_in(folder) if folder else {}
     sources += [(name, "--models-dir", path) for name, (path, _) in in_folder.items()]
-    models: dict[str, Values] = {}
+    paths: dict[str, Values] = {}
     for name, flag, path in sources:
-        if name in models:
+        if name in paths:
             raise ConfigError(f"two models have the name {name}: give one of them another in a table", param=flag)
-        models[name] = {"model": (flag, path)}
-    for name, values in (*presets.items(), *((name, _in_table(name, table)) for name, table in tables.items())):
-        models[name] = models.get(name, {}) | values
-    if lacking := next((name for name, own in models.items() if not own.keys() & {"model", "hf_repo"}), None):
-        place = f"[models.{lacking}]" if lacking in tables else f"--models-preset: [{lacking}]"
-        raise ConfigError(f"{place} has no model", param="--config")
-    if not models:
-        flag, place = ("--models-dir", folder) if folder else ("--models-preset", shared.models_preset)
-        raise ConfigError(f"{flag}: there is no model in {place}", param=flag)
+        paths[name] = {"model": (flag, path)}
+    for each in (in_file, variables, in_flags):
+        each.pop("model", None)
+    in_tables = {name: _in_table(name, table) for name, table in tables.items()}
     entries = []
-    default = model_id(named[0]) if named else ""
-    for name, own_values in models.items():
-        _, is_pinned = own_values.pop("pin", ("", False))
-        values_of_model = in_file | of_all | own_values | given
-        values_of_model.pop("model", None)
-        values_of_model |= {key: value for key, value in own_values.items() if key == "model"}
-        try:
-            config = _configured(values_of_model)
-        except ConfigError as error:
-            raise ConfigError(f"model {name}: {error.message}", param=error.param) from None
-        config = _with_projector(config, *in_folder.get(name, ("", "")))
-        names = (name, *(each for each in listed(config.alias) if each != name))
-        entries.append(ModelEntry(names, config, is_pinned, is_default=name == default))
+    for name in dict.fromkeys((*paths, *presets, *in_tables)):
+        # As in llama-server, what a preset says comes before variables.
+        of_model = in_file | paths.get(name, {}) | in_tables.get(name, {}) | variables
+        of_model |= of_all | presets.get(name, {}) | in_flags
+        entry = _entry(name, of_model, in_presets=name in presets, is_default=name == model_id((*named, "")[0]))
+        entries.append(replace(entry, config=_with_projector(entry.config, *in_folder.get(name, ("", "")))))
+    if not entries:
+        flag, place = ("--models-dir", folder) if folder else (PRESETS, file)
+        raise ConfigError(f"{flag}: there is no model in {place}", param=flag)
     taken = [name for each in entries for name in each.names]
     if twice := next((name for name in taken if taken.count(name) > 1), None):
-        raise ConfigError(f"two models have the name {twice}", param="--config")
+        raise ConfigError(f"two models have the name {twice}", param=PRESETS if twice in presets else "--config")
     return entries
+
+
+def _entry(name: str, values: Values, *, in_presets: bool, is_default: bool) -> ModelEntry:
+    """Return one of several models from all of its values. Raises `ConfigError`."""
+    _, is_pinned = values.pop("pin", ("", False))
+    _, loads_at_start = values.pop(AT_START, ("", False))
+    names = [name]
+    if in_presets:
+        names = [listed_name(name), name]
+        if not values.keys() & {"model", "hf_repo"} and is_repository(name):
+            # As for llama-server, one in the cache of Hugging Face's hub needs no other name.
+            values["hf_repo"] = f"[{name}] of {PRESETS}", name
+    if not values.keys() & {"model", "hf_repo"}:
+        place, flag = (f"{PRESETS}: [{name}]", PRESETS) if in_presets else (f"[models.{name}]", "--config")
+        raise ConfigError(f"{place} has no model", param=flag)
+    with naming(name):
+        config = _configured(values)
+    names = list(dict.fromkeys((*names, *listed(config.alias))))
+    return ModelEntry(tuple(names), config, is_pinned, loads_at_start=loads_at_start, is_default=is_default)
 
 
 def _in_table(name: str, table: Any) -> Values:
@@ -204,9 +215,7 @@ def _with_projector(config: Config, model: str, projector: str) -> Config:
     return replace(config, mmproj=projector) if config.model == model and config.wants_mmproj else config
 
 
-def _in_file(
-    flags: argparse.Namespace, environ: Mapping[str, str]
-) -> tuple[dict[str, tuple[str, Any]], Mapping[str, Any]]:
+def _in_file(flags: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Values, Mapping[str, Any]]:
     """Return the options of the configuration file, each with its source, and its tables of models."""
     file = flags.config or environ.get("LLAMASLOT_CONFIG")
     if not file:
@@ -223,9 +232,9 @@ def _in_file(
     return {key.replace("-", "_"): (f"{key} in {file}", value) for key, value in content.items()}, tables
 
 
-def _given(flags: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
-    """Return the options of flags and environment variables, each with its source."""
-    found: dict[str, tuple[str, Any]] = {}
+def _in_environment(environ: Mapping[str, str]) -> Values:
+    """Return the options of environment variables, each with its source."""
+    found: Values = {}
     for variable, row in in_environment(environ):
         if row.is_refused:
             raise ConfigError(f"{variable} is a variable of llama-server: {row.reason}", param=row.flags[0])
@@ -235,8 +244,13 @@ def _given(flags: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, t
             found[option.name] = (negated, False)
         elif environ.get(option.env):
             found[option.name] = (option.env, environ[option.env])
-        if getattr(flags, option.name, None) is not None:
-            found[option.name] = (option.flag, getattr(flags, option.name))
+    return found
+
+
+def _in_flags(flags: argparse.Namespace) -> Values:
+    """Return the options of flags, each with its source."""
+    names = (option for option in options() if getattr(flags, option.name, None) is not None)
+    found: Values = {option.name: (option.flag, getattr(flags, option.name)) for option in names}
     named = getattr(flags, "model", None)
     if named is not None:
         found["model"] = ("--model", named[0])
@@ -256,7 +270,7 @@ def _check_keys(keys: Iterable[str], source: str) -> None:
             raise ConfigError(f"{source} has an unknown key {key}{_foreign_hint(name, known)}", param="--config")
 
 
-def _configured(found: Mapping[str, tuple[str, Any]]) -> Config:
+def _configured(found: Values) -> Config:
     """Return the configuration of some values."""
     table = {option.name: option for option in options()}
     return _checked(Config(**{name: _convert(table[name], *each) for name, each in found.items()}))

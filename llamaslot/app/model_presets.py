@@ -15,63 +15,67 @@ nothing here are ignored, and those of flags that are refused are errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
-from llamaslot.app.config import SWITCH, Option, hint, options
+from llamaslot.app.config import SWITCH, Option, Values, hint, options
 from llamaslot.app.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 from llamaslot.app.model_table import MODEL_OPTIONS, SERVER_OPTIONS
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import read_named_text
 
-Values: TypeAlias = dict[str, tuple[str, Any]]
-"""Values of options by their names, each with its source."""
-
-FLAG = "--models-preset"
+PRESETS = "--models-preset"
 SHARED = "*"
 """Section with values for all models."""
-_WITHOUT_EFFECT = ("stop-timeout", "dedup-cache-models")
+AT_START = "loads_at_start"
+"""Value of a model that is loaded at the start, which unlike a pinned one makes room later."""
+_WITHOUT_EFFECT = ("version", "stop-timeout", "dedup-cache-models")
 """Keys that are no flags: a model is unloaded once its requests have ended, and those in the hub's cache are not
 listed.
 """
 _LINE = re.compile(r"(?:\[([^\]]+)\]|([A-Za-z_][\w.-]*)\s*=([^;#]*))?\s*(?:[;#].*)?")
 """As in llama-server, `;` and `#` begin a comment anywhere."""
+_END_OF_LINE = re.compile(r"\r\n|\n|\r")
 _REPO = re.compile(r"[^/]+/[^/]+")
+_QUANT = re.compile(r"[-.](\w+)$", re.ASCII)
 
 
 def read_presets(file: str) -> dict[str, Values]:
-    """Return the values of each section of a file; `pin` is one of them. Raises `ConfigError`."""
+    """Return the values of each section of a file. Raises `ConfigError`."""
     found: dict[str, Values] = {}
-    for section, key, value, source in _entries(file):
-        values = found.setdefault(section, {})
-        if key:
-            values |= _read(section, key, value, source)
-    for section, values in found.items():
-        # As for llama-server, one in the cache of Hugging Face's hub needs no other name.
-        if _REPO.fullmatch(section) and not values.keys() & {"model", "hf_repo"}:
-            values["hf_repo"] = f"[{section}] in {file}", section
-    return found
-
-
-def _entries(file: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield section, key, value and source of each line with a key; both are empty for the line of a section."""
     section = ""
-    for i, line in enumerate(read_named_text(Path(file).expanduser(), FLAG).splitlines(), start=1):
+    lines = _END_OF_LINE.split(read_named_text(Path(file).expanduser(), PRESETS))
+    for i, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line.strip())
         if match is None:
             _refuse(f"line {i} of {file} is neither [SECTION] nor KEY = VALUE")
-        name, key, value = (each.strip() if each else "" for each in match.groups())
-        if name:
-            if "," in name:
-                _refuse(f"[{name}] in {file}: a name has no comma")
+        name, key, value = (each and each.strip() for each in match.groups())
+        if name is not None:
+            if not name or "," in name:
+                _refuse(f"[{name}] in {file}: a name is not empty, and has no comma")
             section = name
-            yield section, "", "", ""
+            # As in llama-server, a later section replaces an earlier one.
+            found[section] = {}
         elif key and section:
-            yield section, key, value, f"{key} of [{section}] in {file}"
-        elif key and key != "version":
+            found[section] |= _read(section, key, value, f"{key} of [{section}] in {file}")
+        elif key and key not in _WITHOUT_EFFECT:
             _refuse(f"{key} in {file} is before the first section: write [*] above it, for all models")
+    return found
+
+
+def is_repository(name: str) -> bool:
+    """True if a section's name may be that of a repository of Hugging Face's hub."""
+    return _REPO.fullmatch(name) is not None
+
+
+def listed_name(section: str) -> str:
+    """Return the name under which llama-server lists a section's model: with the quantization alone as its tag."""
+    name, colon, tag = section.rpartition(":")
+    if not colon:
+        return section
+    found = _QUANT.search(tag)
+    return name + colon + (found[1] if found else tag).upper()
 
 
 def _read(section: str, key: str, value: str, source: str) -> Values:
@@ -80,19 +84,20 @@ def _read(section: str, key: str, value: str, source: str) -> Values:
     if key == "load-on-startup":
         if switch is None:
             _refuse(f"{source}: {value!r} is invalid: expected true or false")
-        return {"pin": (source, switch)}
+        return {AT_START: (source, switch)}
     if key in _WITHOUT_EFFECT:
         return {}
     option, negated, foreign = _known().get(key, (None, False, None))
     if foreign is not None:
-        is_off = not foreign.values and switch is False
-        return {} if is_off or not foreign.is_refused else _refuse(f"{source}: {foreign.reason}")
+        if foreign.is_refused and (foreign.values or switch is not False):
+            _refuse(f"{source}: {foreign.reason}")
+        return {}
     if option is None:
         _refuse(f"{source} is no flag{hint(key, _known())}")
     if option.name in SERVER_OPTIONS:
         _refuse(f"{source} is for the whole server: remove it, and give {option.flag} on the command line")
     if section == SHARED and option.name in ("model", *MODEL_OPTIONS):
-        _refuse(f"{source} is for one model: write it into the section of that")
+        _refuse(f"{source} is for one model: write it into the section of that model")
     if negated:
         if switch is None:
             _refuse(f"{source}: {value!r} is invalid: expected true or false")
@@ -113,4 +118,4 @@ def _known() -> dict[str, tuple[Option | None, bool, ForeignFlag | None]]:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{FLAG}: {message}", param=FLAG)
+    raise ConfigError(f"{PRESETS}: {message}", param=PRESETS)

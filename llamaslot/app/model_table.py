@@ -1,4 +1,5 @@
-"""The models of a server that has several: from `--models-dir`, several `-m`, and tables of the configuration file.
+"""The models of a server that has several: from `--models-dir`, several `-m`, presets (`model_presets.py`), and
+tables of the configuration file.
 
     [models.coder]
     model = "/models/qwen3-coder.gguf"
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ SERVER_OPTIONS = frozenset(
 )
 """Options that all models of a server share."""
 MODEL_OPTIONS = ("hf_repo", "hf_file", "alias", "tags", "mmproj")
-"""Options that name one model, or belong to it, and so are for a server of one, or for a table."""
+"""Options that name one model, or belong to it, and so are for a server of one, or for a table or section."""
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _FIRST_PART = re.compile(r"-00001-of-\d{5}$")
 
@@ -88,8 +89,19 @@ class ModelEntry:
     """Its names; the first one is its id."""
     config: Config
     is_pinned: bool = False
+    """True if it is loaded at the start, and makes no room for others."""
+    loads_at_start: bool = False
     is_default: bool = False
     """True for the model of requests that name none: the first one of `-m`."""
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Name one of several models in the errors of its configuration."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"model {name}: {error.message}", param=error.param) from None
 
 
 def files_in(folder: str) -> dict[str, tuple[str, str]]:

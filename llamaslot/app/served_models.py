@@ -23,7 +23,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
 from llamaslot.app.model_config import adapters, check_projector, metadata_overrides, projector_file
-from llamaslot.app.model_table import ModelEntry
+from llamaslot.app.model_table import ModelEntry, naming
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
 from llamaslot.base.errors import ConfigError, stopped_error
@@ -96,8 +96,9 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
         ram_bytes = config.cache_ram * _MIB
     else:
         ram_bytes = min(int(n_bytes * _RAM_FRACTION), _MAX_AUTO_RAM_BYTES)
-    if sum(each.is_pinned for each in entries) > n_loaded:
-        raise ConfigError(f"more models are pinned than --models-max {n_loaded} allows", param="--models-max")
+    if sum(each.is_pinned or each.loads_at_start for each in entries) > n_loaded:
+        message = f"more models are to be loaded at the start than --models-max {n_loaded} allows"
+        raise ConfigError(message, param="--models-max")
     for_models = n_bytes - ram_bytes - (n_kept - n_loaded) * KEPT_BYTES
     if for_models <= 0:
         message = (
@@ -112,9 +113,11 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     models = []
     default = None
     for entry in entries:
+        with naming(entry.names[0]):
+            path = resolve_model(entry.config.model)
         own = replace(
             entry.config,
-            model=str(resolve_model(entry.config.model)),
+            model=str(path),
             alias=",".join(entry.names),
             cache_ram=ram_bytes // n_kept // _MIB,
             cache_disk=str(Path(config.cache_disk).expanduser() / _folder(entry)) if config.cache_disk else "",
@@ -174,6 +177,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
         capability=capability_of(config),
         has_projector=bool(config.mmproj),
         is_pinned=entry.is_pinned,
+        loads_at_start=entry.is_pinned or entry.loads_at_start,
     )
 
 

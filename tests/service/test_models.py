@@ -118,6 +118,7 @@ async def desk(
             n_bytes=SIZE,
             idle_seconds=idle_seconds,
             is_pinned=name in pinned,
+            loads_at_start=name in pinned,
         )
         for name in names
     ]
@@ -246,7 +247,7 @@ async def test_only_so_many_models_keep_processes() -> None:
 
 async def test_a_pinned_model_makes_no_room() -> None:
     async with desk(pinned="a", max_loaded=1) as server:
-        server.models.load_pinned()
+        server.models.load_first()
         await until(lambda: server.states() == "a")
         with pytest.raises(UnavailableError, match="pinned"):
             await server.complete("b")

@@ -29,7 +29,7 @@ from llamaslot.api.credentials import ApiKeys, certificate
 from llamaslot.api.middleware import is_loopback
 from llamaslot.app.cache_tiers import remote_settings
 from llamaslot.app.config import Config
-from llamaslot.app.config_reader import listed, read_config, read_template
+from llamaslot.app.config_reader import listed, read_config, read_models, read_template
 from llamaslot.app.doctor import Check, fail, ok, shown_size, warn
 from llamaslot.app.http_config import api_settings
 from llamaslot.app.model_config import check_projector, with_hub_model
@@ -236,6 +236,7 @@ def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tupl
     config = Config()
     try:
         config = read_config(flags, environ)
+        read_models(flags, environ)
         if config.hf_repo:
             config = with_hub_model(config, offline=True)
         check_projector(config)
