@@ -50,6 +50,9 @@ _WITHOUT_EFFECT = {
         -fitt --fit-target MIB [LLAMA_ARG_FIT_TARGET]
         -fitc --fit-ctx N [LLAMA_ARG_FIT_CTX]
     """,
+    "prefixes are reused from any slot; chunks are not moved to other positions, which would not be exact": """
+        --cache-reuse N [LLAMA_ARG_CACHE_REUSE]
+    """,
     "llama-server ignores it too": """
         -dt --defrag-thold N [LLAMA_ARG_DEFRAG_THOLD]
     """,
@@ -136,9 +139,6 @@ _REFUSED = {
         --video-ffmpeg-dir FOLDER [LLAMA_ARG_VIDEO_FFMPEG_DIR]
         --media-path FOLDER
     """,
-    "prefixes are always reused, from any slot; chunks moved to other positions would not be exact; remove it": """
-        --cache-reuse N [LLAMA_ARG_CACHE_REUSE]
-    """,
     "there are no draft models; what a request repeats is drafted without one (--speculate), so remove it": """
         -hfd -hfrd --hf-repo-draft --spec-draft-hf REPO [LLAMA_ARG_SPEC_DRAFT_HF_REPO]
         -md --model-draft --spec-draft-model FILE [LLAMA_ARG_SPEC_DRAFT_MODEL]
@@ -186,7 +186,7 @@ _REFUSED = {
         -mu --model-url URL [LLAMA_ARG_MODEL_URL]
         -dr --docker-repo REPO [LLAMA_ARG_DOCKER_REPO]
     """,
-    "llama-server's presets are not known here: name the model with --hf-repo, and give its flags": """
+    "no models are built in: name one with --hf-repo, and give its flags": """
         --embd-gemma-default
         --fim-qwen-1.5b-default
         --fim-qwen-3b-default

@@ -135,7 +135,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         (["--embedding", "-no-kvu"], {}, ["--embeddings", "--no-kv-unified"]),
         (["--embd-normalize", "-2"], {}, ["--embd-normalize", "-1"]),
         (["--no-kv-unifed"], {}, ["did you mean --no-kv-unified"]),
-        (["--cache-reuse", "256"], {}, ["--cache-reuse is a flag of llama-server", "remove it"]),
+        (["--model-draft", "x"], {}, ["--model-draft is a flag of llama-server", "remove it"]),
         (["--port", "x"], {}, ["--port", "'x'", "int"]),
         (["--port", "70000"], {}, ["--port", "65535"]),
         (["--port"], {}, ["--port"]),
@@ -200,7 +200,7 @@ def test_sampling_in_a_file(tmp_path: Path) -> None:
         ("port = 'x'", ["port in"]),
         ("port = ", ["TOML"]),
         ("port = true", ["port in"]),
-        ("cache-reuse = 256", ["cache-reuse", "remove it"]),
+        ("model-draft = 'x'", ["model-draft", "remove it"]),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -435,30 +435,46 @@ def test_presets_of_llama_server_are_models(folder: Path) -> None:
     file = folder / "presets.ini"
     file.write_text(PRESETS.format(folder=folder))
     argv = ["--models-preset", str(file), "--models-dir", str(folder), "--seed", "5"]
-    found = {each.names[0]: each for each in models(argv, {"LLAMA_ARG_N_GPU_LAYERS": "3"})}
+    environ = {"LLAMA_ARG_N_GPU_LAYERS": "3", "LLAMA_ARG_N_PREDICT": "7"}
+    found = {each.names[0]: each for each in models(argv, environ)}
     assert list(found) == ["a", "b", "big", "in-folder", "coder", "owner/Some-GGUF:Q8_0", "hub"]
-    assert {(each.config.gpu_layers, each.config.seed) for each in found.values()} == {(3, 5)}, "flags come first"
+    # As in llama-server, flags come first, then sections, [*], and variables.
+    assert {(each.config.seed, each.config.gpu_layers, each.config.n_predict) for each in found.values()} == {
+        (5, 8, 7)
+    }
     coder = found["coder"]
-    assert (coder.names, coder.is_pinned) == (("coder", "x", "y"), True)
+    assert (coder.names, coder.loads_at_start, coder.is_pinned) == (("coder", "x", "y"), True, False)
     assert coder.config.model == f"{folder}/b.gguf"
     assert (coder.config.ctx_size, coder.config.parallel, coder.config.mmap) == (4096, 2, False)
-    assert (found["a"].config.ctx_size, found["a"].config.temperature, found["a"].is_pinned) == (8192, 0.5, False)
+    assert (found["a"].config.ctx_size, found["a"].config.temperature) == (8192, 0.5)
     assert found["a"].config.context_shift
+    assert not found["a"].loads_at_start
     assert found["b"].config.ctx_size == 8192
     hub = found["hub"].config
     assert (hub.hf_repo, hub.parallel, hub.model) == ("owner/Other-GGUF", 1, "auto")
     assert found["owner/Some-GGUF:Q8_0"].config.hf_repo == "owner/Some-GGUF:Q8_0"
-    (alone,) = models([], {"LLAMA_ARG_MODELS_PRESET": str(just(file, "[a]\nm = x.gguf\n"))})
+    (alone,) = models([], {"LLAMA_ARG_MODELS_PRESET": str(written(file, "[a]\nm = x.gguf\n"))})
     assert (alone.names, alone.config.model) == (("a",), "x.gguf")
     # With a table of the same name, and one of -m.
-    table = just(folder / "models.toml", "[models.a]\nparallel = 7\nhf-repo = 'o/r'\n[models.b]\nparallel = 8\n")
+    table = written(folder / "models.toml", "[models.a]\nparallel = 7\nhf-repo = 'o/r'\n[models.b]\nparallel = 8\n")
     file.write_text("[a]\nc = 512\n")
     first, second = models(["--config", str(table), "--models-preset", str(file), "-m", "b.gguf"])
     assert (first.names, first.config.model, first.is_default) == (("b",), "b.gguf", True)
     assert (second.config.ctx_size, second.config.parallel, second.config.hf_repo) == (512, 7, "o/r")
 
 
-def just(file: Path, text: str) -> Path:
+def test_presets_are_read_as_by_llama_server(tmp_path: Path) -> None:
+    text = "[*]\r\nload-on-startup = true\r\n[b]\rm = old.gguf\r[ b ]\nversion = 2\n m=  y z.gguf\t; comment\n"
+    text += "load-on-startup = off\n[o/r:UD-q4_k_xl]\n[team/coder:x]\nmodel = c.gguf\n[d:q8_0]\nhf-repo = o/r\n"
+    found = models(["--models-preset", str(written(tmp_path / "presets.ini", text))])
+    names = ("b",), ("o/r:Q4_K_XL", "o/r:UD-q4_k_xl"), ("team/coder:X", "team/coder:x"), ("d:Q8_0", "d:q8_0")
+    assert tuple(each.names for each in found) == names
+    assert [each.loads_at_start for each in found] == [False, True, True, True]
+    assert [each.config.model for each in found] == ["y z.gguf", "auto", "c.gguf", "auto"]
+    assert [each.config.hf_repo for each in found] == ["", "o/r:UD-q4_k_xl", "", "o/r"]
+
+
+def written(file: Path, text: str) -> Path:
     file.write_text(text)
     return file
 
@@ -478,6 +494,7 @@ def just(file: Path, text: str) -> Path:
         ("[a]\nm = x.gguf\nload-on-startup = maybe\n", ["load-on-startup of [a]", "'maybe' is invalid"]),
         ("[a]\nc = 512\n", ["[a] has no model"]),
         ("[a,b]\nm = x.gguf\n", ["[a,b]", "no comma"]),
+        ("[a]\nm = x.gguf\n[ ]\nc = 512\n", ["[]", "not empty"]),
         ("c = 512\n[a]\nm = x.gguf\n", ["c in", "before the first section"]),
         ("[a]\nm x.gguf\n", ["line 2"]),
         ("[*]\nc = 512\n", ["there is no model in"]),
@@ -485,10 +502,12 @@ def just(file: Path, text: str) -> Path:
     ],
 )
 def test_wrong_presets_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
-    file = just(tmp_path / "presets.ini", text)
+    file = written(tmp_path / "presets.ini", text)
     with pytest.raises(ConfigError) as caught:
         models(["--models-preset", str(file)])
     assert all(word in caught.value.message for word in words), caught.value.message
+    if not {"model a", "name b"} & {*words}:
+        assert caught.value.param == "--models-preset"
     with pytest.raises(ConfigError, match="--models-preset"):
         models(["--models-preset", str(tmp_path / "none.ini")])
 

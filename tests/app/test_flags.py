@@ -145,7 +145,7 @@ def test_every_flag_without_effect_is_accepted_and_noted() -> None:
         ({"LLAMA_ARG_CONTEXT_SHIFT": "off"}, ""),
         ({"LLAMA_ARG_AGENT": "false"}, ""),
         ({"LLAMA_ARG_AGENT": "on"}, "LLAMA_ARG_AGENT is a variable"),
-        ({"LLAMA_ARG_CACHE_REUSE": "0"}, "LLAMA_ARG_CACHE_REUSE is a variable"),
+        ({"LLAMA_ARG_SPEC_DRAFT_MODEL": "x"}, "LLAMA_ARG_SPEC_DRAFT_MODEL is a variable"),
         ({"LLAMA_ARG_CACHE_REUSE": ""}, ""),
         ({"LLAMA_ARG_MMPROJ_AUTO": "on"}, ""),
         ({"LLAMA_ARG_MMPROJ_URL": "x"}, "LLAMA_ARG_MMPROJ_URL is a variable"),
