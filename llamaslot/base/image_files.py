@@ -85,7 +85,7 @@ def _decoded(data: bytes) -> tuple[ImageSize, bytes]:
         check_size(size)
         if image.format == "JPEG" and data.count(_START_OF_SCAN) > _MAX_SCANS:
             raise InvalidRequestError(f"has more than {_MAX_SCANS} scans")
-        # Loading clears both.
+        # Loading clears the tile, which has both.
         _, extents, _, form = image.tile[0] if image.tile else ("", None, 0, None)
         image.load()
         pixels = _rgb(image)

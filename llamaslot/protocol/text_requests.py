@@ -396,13 +396,15 @@ def n_choices(options: Options) -> int:
     return _first(options.n_cmpl, options.n, 1)
 
 
-def _check_choices(options: Options, n: int, prompts: Sequence[Prompt], most: int) -> None:
-    """Raise `InvalidRequestError` for too many completions, `n` of each prompt, or for too many images of them."""
+def _check_choices(options: Options, n: int, prompts: Sequence[Prompt], max_choices: int) -> None:
+    """Raise `InvalidRequestError` for too many completions, `n` of each prompt, or too many bytes of images."""
     field = "best_of" if n > n_choices(options) else "n" if options.n_cmpl is None else "n_cmpl"
-    if n * len(prompts) > most:
-        message = f"{n * len(prompts)} completions requested, and the limit is {most} (--max-choices)"
+    if n * len(prompts) > max_choices:
+        message = f"{n * len(prompts)} completions requested, and the limit is {max_choices} (--max-choices)"
         raise InvalidRequestError(message, param=field if n > 1 else "prompt")
-    for prompt in prompts if n > 1 else ():
+    if n == 1:
+        return
+    for prompt in prompts:
         n_bytes = n * sum(len(part.data) for part in prompt if isinstance(part, ImagePart))
         if n_bytes > _MAX_COPIED_BYTES:
             refuse_field(

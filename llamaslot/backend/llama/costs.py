@@ -542,8 +542,9 @@ def read_kept(folder: Path, key: str) -> Measurements | None:
 
 
 def keep(folder: Path, key: str, measurements: Measurements) -> None:
-    """Keep measurements for the key and delete old ones. Does nothing if they are kept, or the folder not writable.
+    """Keep measurements for the key and delete old ones.
 
+    Does nothing if they are kept already, or the folder is not writable.
     Costs with which nothing would be loaded are not kept: a busy machine may have caused them, and they would make
     RAM and disk useless after every start.
     """

@@ -29,7 +29,7 @@ _DEBUG, _INFO, _WARN, _ERROR = 1, 2, 3, 4
 GPU, INTEGRATED_GPU = 1, 2
 """ggml's device types: GPUs with their own memory, and GPUs that use the host's (0 is the CPU)."""
 
-_HARMLESS = "possible training context overflow"
+_OVERFLOW = "possible training context overflow"
 """A warning that never applies: a slot gets no more than the model's training context, however large the pool."""
 _GAP = "non-consecutive token position"
 """A warning that does not apply to models with M-RoPE: after an image, positions need not follow each other."""
@@ -68,7 +68,7 @@ _recent: deque[str] = deque(maxlen=1000)
 _errors: deque[str] = deque(maxlen=20)
 _watching: list[bool] = []
 """An entry for each `watched` in progress: True if warnings are not to be logged either."""
-_harmless = [_HARMLESS]
+_ignored = [_OVERFLOW]
 """Parts of the warnings that do not apply to the model that was loaded last."""
 
 
@@ -87,7 +87,7 @@ def on_log(level: int, text: bytes | None, _user: Any) -> None:
         _errors.append(line)
     if level == _ERROR and not _watching:
         _log.error("llama.cpp", line=line)
-    elif level == _WARN and not any(_watching) and not any(words in line for words in _harmless):
+    elif level == _WARN and not any(_watching) and not any(words in line for words in _ignored):
         _log.warning("llama.cpp", line=line)
     else:
         _log.debug("llama.cpp", line=line)
@@ -105,8 +105,8 @@ def initialise() -> None:
 
 
 def expect_gaps(*, has_mrope: bool) -> None:
-    """Say whether positions need not follow each other in the model that is loaded now."""
-    _harmless[1:] = [_GAP] * has_mrope
+    """Ignore warnings about gaps between positions if the model that is loaded now has M-RoPE."""
+    _ignored[:] = [_OVERFLOW, _GAP] if has_mrope else [_OVERFLOW]
 
 
 @contextmanager
