@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Remove
+from llamaslot.base.kv_ops import Free, Remove
 from tests.kvcache.test_cache_machine import COUNTS, CacheMachine
 from tests.noise import Noise
 from tests.recorder import Past
@@ -66,6 +66,14 @@ def compute(backend: LlamaBackend, tokens: Sequence[int], past: Past = ()) -> No
         append(backend, held)
         backend.change(replace(shift, seq=0))
     append(backend, tokens)
+
+
+def empty_pool(backend: LlamaBackend) -> None:
+    """Remove all sequences, segments and checkpoints of a backend, for another cache that begins with none."""
+    for seq in range(backend.n_seqs):
+        backend.change(Remove(seq, 0))
+    for number in [*backend._kv.segment_tokens, *backend._kv.states.checkpoints]:
+        backend.change(Free(number))
 
 
 def append(backend: LlamaBackend, tokens: Sequence[int]) -> None:

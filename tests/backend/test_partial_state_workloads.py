@@ -23,13 +23,13 @@ from bench import synthetic
 from bench.synthetic_layers import EXPERTS
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Draws, Run, Status
-from llamaslot.base.kv_ops import Free, Remove, StateRecord
+from llamaslot.base.kv_ops import StateRecord
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.kvcache.cache_settings import checkpoint_settings
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan
-from tests.backend.llama_machine import N_CTX, N_UBATCH, compute
+from tests.backend.llama_machine import N_CTX, N_UBATCH, compute, empty_pool
 from tests.backend.test_checkpoint_machine import EXACT
 from tests.backend.test_models import failing, logits
 from tests.cache_settings import NO_CHECKPOINTS
@@ -113,10 +113,7 @@ class WatchedLlama(LlamaBackend):
     def empty(self) -> None:
         """Begin anew, in a pool whose free cells are where the last workload has left them."""
         self.failures.clear()
-        for seq in range(self.n_seqs):
-            self.change(Remove(seq, 0))
-        for number in [*self._kv.segment_tokens, *self._kv.states.checkpoints]:
-            self.change(Free(number))
+        empty_pool(self)
 
 
 class Model:

@@ -28,11 +28,11 @@ from llamaslot.base.commands import ContextShift, ImagePart, InspectEngine, Prom
 from llamaslot.base.events import Cancelled, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.images import ImageSize
-from llamaslot.base.kv_ops import Free, Remove
 from llamaslot.base.model import FimTokens
 from llamaslot.kvcache.tiers import pacing
 from llamaslot.protocol.bodies import FileExtract, InfillBody
 from llamaslot.protocol.text_requests import InfillPrompts
+from tests.backend.llama_machine import empty_pool
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running
 from tests.engine.test_disk_worker import KEY
@@ -75,10 +75,7 @@ class KeptLlama(LlamaBackend):
         self.info = structs.replace(self.info, n_ctx_slot=N_CTX_SLOT)
 
     def close(self) -> None:
-        for seq in range(self.n_seqs):
-            self.change(Remove(seq, 0))
-        for number in [*self._kv.positions, *self._kv.states.checkpoints]:
-            self.change(Free(number))
+        empty_pool(self)
 
     def end(self) -> None:
         """Close it."""
@@ -198,6 +195,8 @@ class Workload:
                 first = next((each for each in zip(tokens, cold, strict=False) if each[0] != each[1][0]), None)
                 assert first is None or first[1][1] < MAX_ROUNDED, first
                 self.counts["rounded"] += first is not None
+                self.counts["replies"] += bool(tokens)
+                self.counts["tokens"] += len(tokens)
 
     def _ask(self) -> Ask:
         chance, model = self._chance, self._model
