@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,17 @@ _LAST_TOKENS = 4
 """Tokens between the last stop and the end of a prompt without control tokens near its end; also the smallest
 distance of a stop from others where `min_gap` does not apply.
 """
+
+
+class _Checkpoint(Protocol):
+    """A checkpoint of the cache, as far as its prompt tells what it is."""
+
+    ends_images: bool
+    ends_message: bool
+    precedes_reply: bool
+
+    @property
+    def end(self) -> int: ...
 
 
 class CheckpointTaker:
@@ -59,18 +71,14 @@ class CheckpointTaker:
         cached = checkpoints.cached(request.namespace, request.prefix[: request.n_cached_at_admission * WIDTH])
         positions = [each.end for each in cached]
         for each in cached:
-            # Both depend on the tokens that follow, which were unknown if the checkpoint was taken at the end of a
-            # sequence, or came from disk, the remote tier or a file.
-            each.ends_message |= self._ends_message(request, each.end)
-            each.precedes_reply |= self._precedes_reply(request, each.end)
-            each.ends_images |= each.end in request.tiles.ends[-1:]
+            self._mark(request, each)
         request.stops = prompt_stops(
             request.tokens.view(),
             start=request.n_cached_at_admission,
             matched=request.match.n_matched if request.match is not None else 0,
             existing=positions,
             control=self._control,
-            image_ends=request.tiles.ends,
+            image_ends=request.tiles.image_ends,
             settings=checkpoints.settings,
             n_ctx_slot=self._n_ctx_slot,
         )
@@ -100,11 +108,19 @@ class CheckpointTaker:
                 taken = checkpoints.take(request.slot)
                 n_left -= taken is not None
                 if taken is not None:
-                    taken.ends_message |= self._ends_message(request, taken.end)
-                    taken.precedes_reply |= self._precedes_reply(request, taken.end)
-                    taken.ends_images |= taken.end in request.tiles.ends[-1:]
+                    self._mark(request, taken)
             go_on.append(request)
         return go_on
+
+    def _mark(self, request: Request, checkpoint: _Checkpoint) -> None:
+        """Record what a checkpoint on the path of a request is to its prompt.
+
+        Only its prompt tells: the checkpoint may have been taken at the end of a sequence, or come from disk, the
+        remote tier or a file.
+        """
+        checkpoint.ends_message |= self._ends_message(request, checkpoint.end)
+        checkpoint.precedes_reply |= self._precedes_reply(request, checkpoint.end)
+        checkpoint.ends_images |= checkpoint.end in request.tiles.image_ends[-1:]
 
     def _ends_message(self, request: Request, position: int) -> bool:
         """True if the token after this position is a control token, which begins or ends a message."""
@@ -129,7 +145,7 @@ def prompt_stops(
     matched: int,
     existing: Collection[int],
     control: npt.NDArray[np.int32],
-    image_ends: Collection[int] = (),
+    image_ends: Collection[int],
     settings: CheckpointSettings,
     n_ctx_slot: int,
 ) -> CheckpointStops:
@@ -153,8 +169,6 @@ def prompt_stops(
             chosen.append(position)
 
     last = int(starts[-1]) if len(starts) and n - starts[-1] < gap else n - _LAST_TOKENS
-    for end in image_ends:
-        choose(end, 1)
     if n - deepest >= gap:
         choose(last, 1)
         # The first message boundary after `min_gap` tokens, usually the end of the system prompt. Other
@@ -162,6 +176,9 @@ def prompt_stops(
         # is short.
         choose(next((int(each) for each in starts if each >= gap), 0), _LAST_TOKENS)
         choose(matched, gap if abs(matched - last) >= gap else _LAST_TOKENS)
+    # After the fork: other images may begin there, and one near it must not take its place.
+    for end in image_ends:
+        choose(end, 1)
     at = deepest
     while at + step < n:
         ideal = at + step

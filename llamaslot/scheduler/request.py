@@ -122,7 +122,7 @@ class Tiles:
     def __init__(self, images: Sequence[PromptImage] = ()) -> None:
         self._tiles = {start: Tile(each, i) for each in images for i, (start, _) in enumerate(each.tiles)}
         self._starts = list(self._tiles)
-        self.ends = [each.tiles[-1][1] for each in images if each.tiles]
+        self.image_ends = [each.tiles[-1][1] for each in images if each.tiles]
         """Position after the last one of each image."""
 
     def at(self, position: int) -> Tile | None:

@@ -86,6 +86,11 @@ def test_each_image_ends_with_a_stop_even_near_others() -> None:
     assert positions(stops_of(80, start=78, existing=[78], image_ends=[78]), 80) == []
 
 
+def test_a_fork_just_before_an_image_is_a_stop_as_well() -> None:
+    stops = stops_of(400, matched=40, tile=(44, 60), image_ends=[60], min_gap=64)
+    assert positions(stops, 400) == [40, 60, 200, 300, 396]
+
+
 def test_of_control_tokens_in_a_row_the_first_counts() -> None:
     assert positions(stops_of(80, [40, 41, 42, 76, 77]), 80) == [40, 76]
 
