@@ -444,10 +444,12 @@ class Checkpoint(Segment):
     def is_worth_storing(self) -> bool:
         """True if it is written to disk and uploaded, because other prompts are likely to continue from it.
 
-        That holds for forks, the deepest of a path, those after the images of a prompt, the one at the end of the
-        first message, and the one before the last reply, from which the last prompt continues if it is sent again.
+        That holds for forks, the deepest of a path, the one after the last image, the one at the end of the first
+        message, and the one before the last reply, from which the last prompt continues if it is sent again.
         """
-        if self.is_fork or self.is_deepest or self.ends_images or self.ends_first_message:
+        if self.is_fork or self.is_deepest or self.ends_first_message:
+            return True
+        if self.ends_images and not any(each.ends_images for each in self._below()):
             return True
         return self.precedes_reply and not any(each.precedes_reply for each in self._below())
 

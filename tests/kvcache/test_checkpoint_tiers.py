@@ -114,21 +114,21 @@ def test_of_a_path_only_the_deepest_checkpoint_stays_on_disk_even_if_one_between
     assert [each.state.uses_disk for each in taken] == [False, False, True]
 
 
-def test_the_ends_of_the_first_message_and_of_images_and_the_start_of_the_last_reply_stay_on_disk_too() -> None:
+def test_the_ends_of_the_first_message_and_last_image_and_the_start_of_the_last_reply_stay_on_disk_too() -> None:
     held = Held()
     ends: dict[str, Checkpoint] = {}
-    for i, name in enumerate(("system", "question 1", "answer 1", "images", "question 2", "answer 2")):
+    for i, name in enumerate(("system", "image 1", "question 1", "answer 1", "image 2", "question 2", "answer 2")):
         held.extend(3 * i, 3 * i + 1, 3 * i + 2)
         held.save()
         taken = ends[name] = held.take()
         taken.ends_message, taken.precedes_reply = not i, name.startswith("question")
-        taken.ends_images = name == "images"
+        taken.ends_images = name.startswith("image")
         while held.written():
             pass
         held.check()
     assert [name for name, each in ends.items() if each.state.uses_disk] == [
         "system",
-        "images",
+        "image 2",
         "question 2",
         "answer 2",
     ]
