@@ -19,8 +19,11 @@ class Workload(Protocol):
         """Run it to its end; raises `AssertionError` for what must not be."""
 
 
-def run_workloads(workload_of: Callable[[int], Workload], n: int, expected: Iterable[str]) -> None:
-    """Run `n` workloads; raises `AssertionError` if none came to one of the `expected` events."""
+def run_workloads(workload_of: Callable[[int], Workload], n: int, expected: Iterable[str]) -> Counter[str]:
+    """Run `n` workloads, and return their counts.
+
+    Raises `AssertionError` if none came to one of the `expected` events.
+    """
     counts: Counter[str] = Counter()
     start = new_seed()
     for seed in range(start, start + n):
@@ -34,3 +37,4 @@ def run_workloads(workload_of: Callable[[int], Workload], n: int, expected: Iter
     missing = [event for event in expected if not counts[event]]
     assert not missing, f"no workload from seed {start} on came to {missing}"
     print(f"seeds from {start} on: {dict(counts)}")
+    return counts

@@ -1,7 +1,8 @@
 """Random requests with images, LoRA adapters, infill and context shift on real models: texts as without a cache.
 
 They mix on one server, which offloads, evicts and writes to disk, and is started again midway. A token may differ
-only where another one was about as likely without a cache, since llama.cpp rounds attention to float16.
+only where another one was about as likely without a cache, since llama.cpp rounds attention to float16. What
+follows it is not compared, so few replies may have one. `tests/noise.py` knows no images or adapters.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 SCORED = structs.replace(GREEDY, n_probs=2)
 MAX_ROUNDED = 0.1
 """Difference of two log-probabilities below which rounding may exchange the tokens; their median is 0.8."""
+MAX_ROUNDED_SHARE = 0.15
+"""Largest part of the replies in which rounding may exchange a token; 3 to 7 % of 139 did."""
 FIM = FimTokens(prefix=300, suffix=301, middle=302)
 SCALES = ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.0))
 """Scales of the adapters; two files, and one of them with two scales."""
@@ -64,7 +67,9 @@ MODELS: dict[str, tuple[str, Kind, tuple[int, int]]] = {
 SMALL = {"clip.vision.preproc_image_size": 128}
 """So small are images cut to tiles."""
 SLOW = "one tile", "M-RoPE", "window"
-EVENTS = "images", "adapters", "infill", "reused", "loaded", "read"
+EVENTS = "images", "adapters", "infill", "cancelled", "reused", "loaded", "read"
+LONG_EVENTS = ("evicted",) if LONG else ()
+"""Rarer: two workloads may do without."""
 
 
 class KeptLlama(LlamaBackend):
@@ -196,7 +201,6 @@ class Workload:
                 assert first is None or first[1][1] < MAX_ROUNDED, first
                 self.counts["rounded"] += first is not None
                 self.counts["replies"] += bool(tokens)
-                self.counts["tokens"] += len(tokens)
 
     def _ask(self) -> Ask:
         chance, model = self._chance, self._model
@@ -262,7 +266,8 @@ def test_texts_are_those_of_cold_runs(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)
     model = Model(name, tmp_path)
     try:
-        expected = (*EVENTS, "shifts") if model.can_shift else EVENTS
-        run_workloads(partial(Workload, model, tmp_path), N_WORKLOADS, expected)
+        expected = *EVENTS, *LONG_EVENTS, *(("shifts",) if model.can_shift else ())
+        counts = run_workloads(partial(Workload, model, tmp_path), N_WORKLOADS, expected)
+        assert counts["rounded"] < MAX_ROUNDED_SHARE * counts["replies"], counts
     finally:
         model.end()
