@@ -1,7 +1,7 @@
 """KV operations: changes of sequences between two decodes as plain data, and the checks that they are legal.
 
 llama.cpp aborts the process on many illegal calls, so each operation is checked before it reaches ctypes.
-Positions count tokens from 0; a sequence of n tokens holds the positions 0 to n - 1, without a gap. In models with
+Tokens are counted from 0; a sequence of n tokens holds 0 to n - 1, without a gap. In models with
 M-RoPE a backend refuses to remove or copy a part of a tile of an image. Segments may have one.
 
 Some models have a *partial state* besides the KV of every token: a recurrent state, or KV of a sliding window. A
@@ -74,7 +74,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Append positions `[start, end)` of `src` to `dst`, which holds `start` tokens.
+    """Append tokens `[start, end)` of `src` to `dst`, which holds `start` tokens.
 
     In a unified pool they share the cells then. In a partitioned one `dst` gets cells of its own, which takes as
     long as to save both and to load `dst`; raises `MemoryError` if there is not enough memory, and `dst` is then
@@ -102,7 +102,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Discard positions `[start, end)` of `seq`, and move the tokens after them down to `start`.
+    """Discard tokens `[start, end)` of `seq`, and move the tokens after them down to `start`.
 
     With `copies`, what is left gets cells of its own first in a unified pool: llama.cpp moves a cell for all
     sequences that hold it (fact 18). Without it no other sequence may hold any. The next decode rotates the keys;
@@ -133,7 +133,7 @@ class Save:
 class Load:
     """Append parts of segments to `dst`, which holds `start` tokens, in cells of their own.
 
-    `parts` are the numbers of segments, each with the position up to which it is loaded. In a unified pool each is
+    `parts` are the numbers of segments, each with the tokens that `dst` holds after it. In a unified pool each is
     loaded whole, into the lowest free cells: there must be one for each of its tokens, and those outside of its
     part are freed at once. In a partitioned pool all parts are loaded at once, with what `dst` holds already.
     Raises `NotLoadedError` if there is not enough memory, and `dst` is then empty.
@@ -150,7 +150,7 @@ class Load:
 
     @property
     def ranges(self) -> list[tuple[int, int, int]]:
-        """Number of each segment, and the positions that are loaded from it."""
+        """Number of each segment, and the tokens that are loaded from it."""
         starts = (self.start, *(end for _, end in self.parts[:-1]))
         return [(number, start, end) for (number, end), start in zip(self.parts, starts, strict=True)]
 
@@ -170,9 +170,9 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Load a checkpoint into `dst`, and truncate `dst` to the position at which the checkpoint was taken.
+    """Load a checkpoint into `dst`, and truncate `dst` to as many tokens as the source held then.
 
-    `dst` must begin with the tokens that the source held then. Raises `NotLoadedError` if there is not enough
+    `dst` must begin with these tokens. Raises `NotLoadedError` if there is not enough
     memory.
     """
 
@@ -317,7 +317,7 @@ def check_operation(
 ) -> None:
     """Raise `IllegalCallError` for what would leave a hole, a duplicate position, or a foreign cell or state.
 
-    `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number,
+    `length_of` returns the tokens of a sequence, `segments` has the tokens of each saved segment by number,
     `can_reuse` says if anything but whole sequences may be changed, `can_shift` if tokens may be moved, `unified`
     if sequences share one pool, and `scratch` is the empty sequence through which such a pool saves and loads; None
     where it has none to spare.

@@ -665,6 +665,7 @@ class Engine:
 
     def _end_all(self) -> None:
         """End all unfinished requests without the scheduler, whose state may be undefined."""
+        # Those in `ending` were answered, so no reply is left.
         for request in (*(reply.request for reply in self._replies.values()), *self.scheduler.ending):
             if request.state is not RequestState.DONE:
                 request.handle(RequestEvent.END, self._clock())

@@ -34,7 +34,7 @@ from llamaslot.base.errors import (
 from llamaslot.base.images import ImageLayout, ImageSize
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.base.threads import close_after_queue, started_executor
-from llamaslot.base.tokens import WIDTH, ids_of
+from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.engine.disk_worker import DiskWorker
 from llamaslot.engine.measurements import PendingSelfTest
 from llamaslot.engine.remote_worker import RemoteWorker
@@ -384,7 +384,7 @@ class SlotActions:
             if n_tokens > self._n_ctx:
                 message = f"{job.command.filename} has {n_tokens} tokens, but a slot holds at most {self._n_ctx}"
                 job.respond(InvalidRequestError(message, param="filename"))
-            elif self._backend.info.projector is None and min(ids_of(job.snapshot.tokens), default=0) < 0:
+            elif self._backend.info.projector is None and unpacked(job.snapshot.tokens).min(initial=0) < 0:
                 # llama-server's words. No prompt of this server could continue it.
                 message = f"Cannot restore media tokens without an mmproj: {job.command.filename} has an image"
                 job.respond(InvalidRequestError(message, param="filename"))

@@ -244,7 +244,7 @@ class KVCache:
         n_copied = self._pool.copy_resident(seq, match)
         if not self.settings.unified and self.length(seq) < min(match.n_resident, match.n_cached):
             # Computing is faster than the copy. Later segments are loaded only if segments cover the gap as well.
-            # A model with a partial state has no segments here.
+            # Models with a partial state have none: only those that can cut a sequence save in a partitioned pool.
             start = self.length(seq)
             match = match.cut(start, match.parts_from(start)).before_tile()
         if n_copied:
