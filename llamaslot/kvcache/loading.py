@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 from llamaslot.base.images import before_tile
 from llamaslot.base.kv_ops import Save
 from llamaslot.base.namespaces import PUBLIC_TENANT, public_of, reads_public
-from llamaslot.base.tokens import unpacked
+from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import LoadResult, LoadStatus, Match, SegmentPart
 from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, SegmentState, checkpoints_on
@@ -366,7 +366,14 @@ class StateRestorer:
             public = checkpoints_on(match.public_end)
             found += [each.node for each in public if each.end <= n_covered and self._is_readable(each)]
             found.sort(key=lambda node: -node.end)
-        return [node for node in found if node.end >= self._settings.min_restored or self._gives_state(node)]
+        return [node for node in found if self._pays_to_restore(match, node.end) or self._gives_state(node)]
+
+    def _pays_to_restore(self, match: Match, n: int) -> bool:
+        """True if a checkpoint after `n` tokens is restored faster than they are computed.
+
+        With an image always, for it would have to be encoded as well.
+        """
+        return n >= self._settings.min_restored or unpacked(match.tokens[: n * WIDTH]).min(initial=0) < 0
 
     def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
         """True if a checkpoint can be restored, now or after reading it from disk."""

@@ -101,10 +101,13 @@ async def test_no_image_is_encoded_in_the_second_turn_by_another_user_or_from_ra
         assert backend.n_tiles_encoded == 3
 
 
+@pytest.mark.parametrize("min_restored", [0, 10**6])
 @pytest.mark.parametrize("kind", [each for each in StateKind if each is not StateKind.NONE])
 async def test_each_image_can_be_followed_by_another_question_where_a_state_must_be_restored(
-    kind: StateKind,
+    kind: StateKind, min_restored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Even if a text of that length were computed sooner than restored."""
+    monkeypatch.setattr(CacheSettings, "min_restored", min_restored)
     backend = FakeBackend(n_ctx=2 * N_CTX, projector=True, kind=kind)
     images = ("look at this: 2 and 5", "look at this: 2 and 5", "look at this: 2")
     async with running(backend, checkpoint_bytes=10**6, checkpoints_on_path=32) as engine:
