@@ -12,8 +12,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import SpeculationStats
 from llamaslot.scheduler import drafter
 from tests.demo.talks import dialogues, turns
-from tests.demo.test_reuse import assert_sound, open_backend
-from tests.engine.harness import running
+from tests.demo.test_reuse import open_backend, sound
 from tests.live import Server
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +35,7 @@ async def texts(
 ) -> tuple[dict[tuple[int, int], str], SpeculationStats]:
     """The texts of conversations side by side, and what was drafted for them."""
     found = {}
-    async with running(open_backend(**backend), debug_invariants=True) as engine:
+    async with sound(open_backend(**backend)) as engine:
 
         async def talk(i: int) -> None:
             for t, prompt in enumerate(prompts[i]):
@@ -48,7 +47,6 @@ async def texts(
             for i in range(len(prompts)):
                 group.create_task(talk(i))
         stats = engine.engine.scheduler.cache_stats().speculation
-    assert_sound(engine)
     return found, stats
 
 
