@@ -91,6 +91,7 @@ class ModelEntry:
     is_pinned: bool = False
     """True if it is loaded at the start, and makes no room for others."""
     loads_at_start: bool = False
+    """True if it is loaded at the start, and makes room later as others do."""
     is_default: bool = False
     """True for the model of requests that name none: the first one of `-m`."""
 

@@ -105,6 +105,7 @@ class ServedModel:
     """Of its last service, for the next one."""
     is_pinned: bool = False
     loads_at_start: bool = False
+    """True if it is loaded at the start, as each pinned one is."""
     info: ModelInfo | None = None
     """As of when it was last loaded."""
     state: ModelState = ModelState.UNLOADED

@@ -200,11 +200,14 @@ load-on-startup = 1
 [owner/Some-GGUF:Q8_0]
 """)
     environ = {"HF_HUB_CACHE": str(tmp_path / "hub")}
-    with serving(tmp_path, "--models-preset", file, "--offline", "-cram", "64", environ=environ) as server:
+    args = ("--models-preset", file, "--models-max", "1", "--offline", "-cram", "64")
+    with serving(tmp_path, *args, environ=environ) as server:
         wait(lambda: states(server) == {"small": "loaded", "owner/Some-GGUF:Q8_0": "unloaded"})
         assert len(server.get("/slots?model=small")) == 2
         for name in states(server):
             assert server.post("/completion", {"model": name, "prompt": "x"})["tokens_predicted"] == 3
+        # The one of the start has made room.
+        assert states(server)["owner/Some-GGUF:Q8_0"] == "loaded"
         path = server.get("/props?model=owner/Some-GGUF:Q8_0")["model_path"]
         assert Path(path).name == "some-Q8_0.gguf"
 
