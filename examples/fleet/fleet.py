@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import secrets
 import shlex
 import socket
@@ -89,8 +90,8 @@ def main(argv: list[str]) -> int:
 async def up(options: argparse.Namespace, worker_flags: list[str]) -> None:
     """Run the fleet. Raises `FleetError`."""
     folder = options.dir.absolute()
-    if options.workers < 1:
-        raise FleetError("--workers must be at least 1")
+    if not 1 <= options.workers <= 1000:
+        raise FleetError("--workers must be 1 to 1000")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     control = folder / SOCKET
     if is_served(control):
@@ -167,9 +168,9 @@ def read_keys(file: Path, settings: Settings) -> None:
 
 def ports_of(options: argparse.Namespace) -> tuple[int, list[int]]:
     """Return the gateway's port, above which another one is free for its metrics, and those of the workers."""
-    first = options.worker_port
-    given = [first + i for i in range(options.workers)] if first else free_ports(options.workers)
-    return options.port or free_ports(1, neighbours=2)[0], given
+    found = free_ports(2 + options.workers)
+    first = options.worker_port or found[2]
+    return options.port or found[0], list(range(first, first + options.workers))
 
 
 def check_free(port: int) -> None:
@@ -182,27 +183,19 @@ def check_free(port: int) -> None:
             raise FleetError(f"port {port} cannot be used: {getattr(error, 'strerror', None) or error}") from error
 
 
-def free_ports(n: int, neighbours: int = 1) -> list[int]:
-    """Return `n` free ports, each with `neighbours - 1` free ones above it."""
-    found: list[int] = []
-    probes: list[socket.socket] = []
-    for _ in range(100 * n):
-        if len(found) == n:
-            break
-        block: list[socket.socket] = []
+def free_ports(n: int) -> range:
+    """Return `n` free ports in a row, below those that Linux (32768) and macOS (49152) give to connections.
+
+    A worker takes its port only after its model is loaded, and one of a connection could be taken by then.
+    """
+    for first in random.sample(range(20_000, 32_000 - n), 100):
         try:
-            for i in range(neighbours):
-                block.append(socket.socket())
-                block[i].bind(("127.0.0.1", block[0].getsockname()[1] + i if i else 0))
-            found.append(block[0].getsockname()[1])
-        except OSError:
-            pass
-        probes += block
-    for probe in probes:
-        probe.close()
-    if len(found) < n:
-        raise FleetError("no free ports were found")
-    return found
+            for port in range(first, first + n):
+                check_free(port)
+        except FleetError:
+            continue
+        return range(first, first + n)
+    raise FleetError("no free ports were found")
 
 
 def is_served(control: Path) -> bool:

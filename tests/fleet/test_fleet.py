@@ -224,7 +224,7 @@ async def test_what_cannot_be_done_is_one_line(tmp_path: Path, keys: Path) -> No
         ("nosuch was not found", "up", "--gateway-program", "nosuch"),
         ("has no key", "up", "--api-key-file", str(empty)),
         ("No such file", "up", "--api-key-file", str(tmp_path / "missing")),
-        ("--workers must be at least 1", "up", "--workers", "0"),
+        ("--workers must be 1 to 1000", "up", "--workers", "0"),
     ):
         done = fleet_command(tmp_path / "fleet", *command)
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
