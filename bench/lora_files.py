@@ -11,6 +11,7 @@ import numpy as np
 
 NAMES = "attn_q.weight", "attn_v.weight", "ffn_up.weight"
 RANK = 4
+INVOCATION = "adapter.alora.invocation_tokens"
 
 
 def write_adapter(
@@ -71,5 +72,7 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_float32(key, value)
         case int():
             writer.add_uint32(key, value)
+        case [*_] if key == INVOCATION:
+            writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32)
         case [*_]:
             writer.add_array(key, value)

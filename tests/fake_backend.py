@@ -195,6 +195,7 @@ class FakeBackend:
         rerank: RerankFormat | None = None,
         attends_later: bool = False,
         n_adapters: int = 0,
+        invocation: bytes = b"",
         flash_attn: bool = True,
         projector: bool | Literal["whole", "joint"] = False,
     ) -> None:
@@ -222,7 +223,9 @@ class FakeBackend:
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
             pooling=pooling, embeds_whole=embeds_whole, rerank=rerank,
             n_vector=0 if not pooling else N_SCORES if pooling == "rank" else N_VECTOR,
-            adapters=tuple(Adapter(f"{i}.gguf", f"digest-{i}", 0.0) for i in range(n_adapters)),
+            adapters=tuple(
+                Adapter(f"{i}.gguf", f"digest-{i}", 0.0, invocation=tuple(invocation)) for i in range(n_adapters)
+            ),
             projector=ProjectorInfo("projector", n_ubatch * (projector == "whole")) if projector else None,
         )  # fmt: skip
         self._is_joint = projector == "joint"

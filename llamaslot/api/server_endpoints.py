@@ -217,6 +217,8 @@ class LoraAdapter(msgspec.Struct):
     scale: float
     task_name: str
     prompt_prefix: str
+    alora_invocation_string: str | msgspec.UnsetType = msgspec.UNSET
+    alora_invocation_tokens: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Success(msgspec.Struct):
@@ -231,7 +233,10 @@ async def lora_adapters(request: web.Request) -> web.Response:
     pairs = zip(service.info.adapters, service.adapter_scales, strict=True)
     return json_response(
         [
-            LoraAdapter(i, each.path, scale, each.task_name, each.prompt_prefix)
+            LoraAdapter(
+                *(i, each.path, scale, each.task_name, each.prompt_prefix),
+                *((each.invocation_text, each.invocation) if each.invocation else ()),
+            )
             for i, (each, scale) in enumerate(pairs)
         ]
     )

@@ -1,15 +1,25 @@
-"""LoRA adapters of a request: which of those that are loaded it applies, and what its KV therefore depends on."""
+"""LoRA adapters of a request: which of those that are loaded it applies, and what its KV therefore depends on.
+
+An activated adapter (aLoRA) is active from its *invocation* on, a few tokens that a prompt has near its end. What
+comes before is computed without it, so it belongs to the namespace of the other adapters, and is shared with all
+requests there. The first tokens from the invocation on have other ids in the cache, like those of a tile of an
+image: a digest of the adapters, so that what follows is shared only with requests that apply the same ones. So all
+that compares, stores or looks up token ids need not know of adapters.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
+from llamaslot.base.images import tile_ids
 from llamaslot.base.model import Adapter
+from llamaslot.base.tokens import WIDTH, Tokens, packed, unpacked
 
 MAX_ADAPTERS = 256
 """Most adapters of a server, and of a request."""
@@ -17,6 +27,11 @@ MAX_SCALE = 100.0
 """Greatest absolute value of a scale. With 10,000, K and V of a request were infinite, and without flash attention
 other requests, which only mask its cells, got invalid logits.
 """
+MAX_INVOCATION = 256
+"""Most tokens of an adapter's invocation."""
+MIN_MARKED = 2
+"""Least tokens whose ids are replaced by a digest, 30 bits each: scales that share 30 bits are easily found."""
+_MAX_MARKED = 4
 _FLOAT32 = struct.Struct("<f")
 
 
@@ -28,6 +43,8 @@ class AppliedAdapter(msgspec.Struct, frozen=True):
     """Not 0, and as llama.cpp rounds it."""
     digest: str
     """`Adapter.digest`."""
+    invocation: tuple[int, ...] = ()
+    """`Adapter.invocation`."""
 
 
 Adapters: TypeAlias = tuple[AppliedAdapter, ...]
@@ -38,12 +55,85 @@ def applied(loaded: Sequence[Adapter], scales: Sequence[float]) -> Adapters:
     """Return the adapters whose scale is not 0: with the others KV is that of the model alone."""
     rounded = (_FLOAT32.unpack(_FLOAT32.pack(scale))[0] for scale in scales)
     pairs = zip(loaded, rounded, strict=False)
-    return tuple(AppliedAdapter(i, scale, each.digest) for i, (each, scale) in enumerate(pairs) if scale)
+    return tuple(
+        AppliedAdapter(i, scale, each.digest, each.invocation) for i, (each, scale) in enumerate(pairs) if scale
+    )
+
+
+def always_active(adapters: Adapters) -> Adapters:
+    """Return the adapters without those that an invocation activates."""
+    return tuple(each for each in adapters if not each.invocation)
 
 
 def adapters_key(adapters: Adapters) -> str:
-    """Return a digest of the adapters' files and scales, whatever their ids; empty for none."""
+    """Return a digest of the files and scales of adapters that are always active; empty for none."""
+    return _digest(always_active(adapters)).hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The place of a prompt from which on an adapter is active."""
+
+    start: int
+    adapters: Adapters
+    """All that are applied from there on."""
+    tokens: Tokens
+    """The first tokens from there on."""
+    ids: Tokens
+    """What they are called in the cache, as many."""
+
+    def as_cached(self, start: int, tokens: Tokens) -> Tokens:
+        """Return tokens of the request, the first of which is at `start`, as the cache knows them."""
+        return _replaced(tokens, start, self.ids, self.start)
+
+    def cached_prompt(self, packed_tokens: bytes) -> bytes:
+        """Return the prompt, both packed, as the cache knows it."""
+        return packed(self.as_cached(0, unpacked(packed_tokens)))
+
+    def as_computed(self, start: int, ids: Tokens) -> Tokens:
+        """Return what `as_cached` made of tokens as the model knows them."""
+        return _replaced(ids, start, self.tokens, self.start)
+
+
+def activation_of(adapters: Adapters, packed_prompt: bytes) -> Activation | None:
+    """Return where a prompt activates one of a request's adapters; None if it has no invocation of them.
+
+    The last invocation in the prompt counts, so that of earlier turns has no effect, and of several adapters one is
+    active.
+    """
+    places = ((_last(packed_prompt, each.invocation), each) for each in adapters if each.invocation)
+    start, chosen = max(places, key=lambda pair: pair[0], default=(-1, None))
+    if chosen is None or start < 0:
+        return None
+    active = tuple(each for each in adapters if each is chosen or not each.invocation)
+    first = unpacked(packed_prompt[start * WIDTH : (start + _MAX_MARKED) * WIDTH])
+    if first.min() < 0:
+        # An image follows. Its ids stay as they are.
+        first = first[: (first < 0).argmax()]
+    return Activation(start, active, first, tile_ids(_digest(active) + packed(first), 0, len(first)))
+
+
+def _last(packed_tokens: bytes, wanted: tuple[int, ...]) -> int:
+    """Return where tokens are found last; -1 if they are not."""
+    pattern = struct.pack(f"<{len(wanted)}i", *wanted)
+    at = packed_tokens.rfind(pattern)
+    while at % WIDTH and at >= 0:
+        at = packed_tokens.rfind(pattern, 0, at + len(pattern) - 1)
+    return at // WIDTH
+
+
+def _replaced(tokens: Tokens, start: int, others: Tokens, others_start: int) -> Tokens:
+    """Return tokens, of which the first is at `start`, with others in place of those at the same positions."""
+    first, end = max(start, others_start), min(start + len(tokens), others_start + len(others))
+    if first >= end:
+        return tokens
+    changed = tokens.copy()
+    changed[first - start : end - start] = others[first - others_start : end - others_start]
+    return changed
+
+
+def _digest(adapters: Adapters) -> bytes:
     if not adapters:
-        return ""
+        return b""
     pairs = sorted((each.digest, each.scale) for each in adapters)
-    return hashlib.blake2b(repr(pairs).encode(), digest_size=16, person=b"adapters").hexdigest()
+    return hashlib.blake2b(repr(pairs).encode(), digest_size=16, person=b"adapters").digest()

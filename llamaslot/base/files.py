@@ -69,7 +69,7 @@ _TEXTS = (
     *("adapter.lora.task_name", "adapter.lora.prompt_prefix", "clip.projector_type", "clip.vision.projector_type"),
 )
 """Keys whose texts are kept."""
-_ALPHA, _INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
+_ALPHA = "adapter.lora.alpha"
 _FLOAT = 6
 """Type of a value that is a 32-bit float."""
 _ADAPTER_TYPES = (0, 1, 8, 30)
@@ -199,8 +199,6 @@ def _why_no_adapter(adapter: _Metadata, architecture: str) -> str:
         return "is not a LoRA adapter"
     if own != architecture:
         return f"is an adapter for models of the architecture {own}, not {architecture}"
-    if _INVOCATION in adapter.kinds:
-        return "is an activated LoRA (aLoRA), which has no effect before its invocation tokens: not supported yet"
     return "" if adapter.kinds.get(_ALPHA, _FLOAT) == _FLOAT else f"is damaged or hostile: {_ALPHA} is not a float"
 
 

@@ -202,6 +202,9 @@ class Adapter(msgspec.Struct, frozen=True):
     """Scale at start, for requests that name no adapters."""
     task_name: str = ""
     prompt_prefix: str = ""
+    invocation: tuple[int, ...] = ()
+    """Tokens from which on it is active (activated LoRA, aLoRA); empty for one that always is."""
+    invocation_text: str = ""
 
 
 class StateKind(StrEnum):

@@ -582,10 +582,6 @@ class Engine:
         if cache.settings.can_reuse and why_not:
             # Choices of one prompt may not share a state before the self-test has passed either.
             params = msgspec.structs.replace(params, group="")
-        if params.shift.is_on and (self._backend.info.unshifted_reason or command.prompt.images):
-            # It could be shifted when the server started, but the self-test has failed since. Or a part of an image
-            # might be discarded, and tiles would be at other places.
-            params = msgspec.structs.replace(params, shift=msgspec.structs.replace(params.shift, is_on=False))
         request = Request(
             params,
             command.prompt,
@@ -594,6 +590,12 @@ class Engine:
             can_reuse=cache.settings.can_reuse and (not why_not or cache.settings.is_on_trial),
             why_not=why_not or "unsupported",
         )
+        has_places = bool(command.prompt.images) or request.activation is not None
+        if params.shift.is_on and (self._backend.info.unshifted_reason or has_places):
+            # It could be shifted when the server started, but the self-test has failed since. Or tiles of images
+            # and the invocation of an adapter would be at other places, or in part be discarded.
+            shift = msgspec.structs.replace(params.shift, is_on=False)
+            request.params = msgspec.structs.replace(params, shift=shift)
         if params.is_background and request.is_private:
             # Nothing of it would be kept.
             self._outbox.append(Cancelled(request.id))

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from llamaslot.base import commands
+from llamaslot.base.adapters import activation_of
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import CacheCleared, SlotAction, SlotActionDone
 from llamaslot.base.errors import (
@@ -150,7 +151,9 @@ class Queries:
         why_not = self._self_test.why_not_reused
         if why_not or not self._scheduler.cache.settings.can_reuse:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not or "unsupported")
-        found = self._scheduler.cache.probe(params.namespace, prompt.packed_tokens)
+        activation = activation_of(params.adapters, prompt.packed_tokens)
+        tokens = prompt.packed_tokens if activation is None else activation.cached_prompt(prompt.packed_tokens)
+        found = self._scheduler.cache.probe(params.namespace, tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:
             found.miss = "changed"
         found.session_match = prompt.session_match or None
@@ -384,7 +387,7 @@ class SlotActions:
             if n_tokens > self._n_ctx:
                 message = f"{job.command.filename} has {n_tokens} tokens, but a slot holds at most {self._n_ctx}"
                 job.respond(InvalidRequestError(message, param="filename"))
-            elif self._backend.info.projector is None and unpacked(job.snapshot.tokens).min(initial=0) < 0:
+            elif not self._may_have_digests and unpacked(job.snapshot.tokens).min(initial=0) < 0:
                 # llama-server's words. No prompt of this server could continue it.
                 message = f"Cannot restore media tokens without an mmproj: {job.command.filename} has an image"
                 job.respond(InvalidRequestError(message, param="filename"))
@@ -392,6 +395,12 @@ class SlotActions:
                 self._waiting.append(job)
 
         future.add_done_callback(lambda _: self._post(done))
+
+    @property
+    def _may_have_digests(self) -> bool:
+        """True if prompts of this server may have digests in place of tokens: images, or activated adapters."""
+        info = self._backend.info
+        return info.projector is not None or any(each.invocation for each in info.adapters)
 
     def _write(self, job: _Job, save: SlotSave) -> None:
         assert self._store is not None

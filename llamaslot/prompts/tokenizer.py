@@ -29,7 +29,7 @@ from itertools import islice
 import numpy as np
 from msgspec import structs
 
-from llamaslot.base.adapters import adapters_key
+from llamaslot.base.adapters import activation_of, adapters_key
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
@@ -460,7 +460,10 @@ class Tokenizer:
             is_text=text is not None and self._written(tokens[n_added:]).data == text.data,
         )
         earlier = self._session_of(request)
-        return session if earlier is None else session.continuing(earlier)
+        session = session if earlier is None else session.continuing(earlier)
+        # What follows an invocation has other ids in the cache, under which it is dropped with the session.
+        activation = activation_of(request.params.adapters, context.prompt.packed_tokens)
+        return session if activation is None else session.with_branch(activation.as_cached(0, session.ids))
 
     def _session_of(self, request: TextRequest) -> Session | None:
         return self.memory.session(_session_key(request))

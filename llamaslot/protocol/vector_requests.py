@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from llamaslot.base.adapters import Adapters
+from llamaslot.base.adapters import Adapters, always_active
 from llamaslot.base.commands import GenerateParams, TextPart, TokensPart, VectorParams
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.model import ModelInfo, RerankFormat
@@ -46,7 +46,7 @@ def embedding_requests(
     form = VectorReply(
         "openai" if is_openai else "native", body.model or "", base64=is_openai and body.encoding_format == "base64"
     )
-    adapters = adapters_of(None, job.context, info)
+    adapters = always_active(adapters_of(None, job.context, info))
     requests = _requests(body, prompts, job, settings, adapters=adapters, vector=vector, param=param)
     return requests, ReplyOptions(vectors=form)
 
@@ -66,7 +66,7 @@ def rerank_requests(
     texts = tuple(documents) if is_tei and body.return_text else ()
     reply = VectorReply("tei" if is_tei else "rerank", body.model or "", top_n=top_n, texts=texts)
     prompts = [_rerank_prompt(form, query, document) for document in documents]
-    adapters = adapters_of(None, job.context, info)
+    adapters = always_active(adapters_of(None, job.context, info))
     param = "documents" if body.documents is not None else "texts"
     requests = _requests(body, prompts, job, settings, adapters=adapters, vector=VectorParams(), param=param)
     return requests, ReplyOptions(vectors=reply)

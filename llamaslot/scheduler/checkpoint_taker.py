@@ -64,7 +64,7 @@ class CheckpointTaker:
 
     def choose_stops(self, request: Request) -> None:
         """Choose where an admitted request stops for checkpoints from which later requests may continue."""
-        checkpoints = self._checkpoints
+        checkpoints, activation = self._checkpoints, request.activation
         if not checkpoints.has_states or request.is_private:
             return
         # Looked up by tokens, because what is still to be loaded is not on the slot's path yet.
@@ -78,7 +78,7 @@ class CheckpointTaker:
             matched=request.match.n_matched if request.match is not None else 0,
             existing=positions,
             control=self._control,
-            image_ends=request.tiles.image_ends,
+            forks=[*request.tiles.image_ends, *([activation.start] if activation is not None else [])],
             settings=checkpoints.settings,
             n_ctx_slot=self._n_ctx_slot,
         )
@@ -145,15 +145,15 @@ def prompt_stops(
     matched: int,
     existing: Collection[int],
     control: npt.NDArray[np.int32],
-    image_ends: Collection[int],
+    forks: Collection[int],
     settings: CheckpointSettings,
     n_ctx_slot: int,
 ) -> CheckpointStops:
     """Return the stops of a prompt that is computed from `start` on; its first `matched` tokens are in the tree.
 
-    `existing` has the positions of checkpoints on its path, `control` the ids of control tokens, `image_ends` the
-    positions after the last tile of each image. The stops at even distances continue in the reply, up to the end of
-    the context.
+    `existing` has the positions of checkpoints on its path, `control` the ids of control tokens, `forks` further
+    positions after which other prompts may differ: after each image, and where an adapter becomes active. The stops
+    at even distances continue in the reply, up to the end of the context.
     """
     n, gap, step = len(tokens), settings.min_gap, settings.limits.step
     deepest = max((each for each in existing if each <= start), default=0)
@@ -177,8 +177,8 @@ def prompt_stops(
         choose(next((int(each) for each in starts if each >= gap), 0), _LAST_TOKENS)
         choose(matched, gap if abs(matched - last) >= gap else _LAST_TOKENS)
     # After the fork: other images may begin there, and one near it must not take its place.
-    for end in image_ends:
-        choose(end, 1)
+    for fork in forks:
+        choose(fork, 1)
     at = deepest
     while at + step < n:
         ideal = at + step

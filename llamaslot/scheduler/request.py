@@ -18,6 +18,7 @@ from enum import Enum
 import numpy as np
 from msgspec.structs import replace
 
+from llamaslot.base.adapters import MIN_MARKED, Adapters, activation_of, always_active
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import next_state
@@ -298,6 +299,11 @@ class Request:
         why_not: Miss = "unsupported",
     ) -> None:
         self.params = params
+        # The next turn invokes an adapter after what is computed ahead of it.
+        self.activation = None if params.is_background else activation_of(params.adapters, prompt.packed_tokens)
+        """Where its prompt activates an adapter, if it does."""
+        if self.activation is not None:
+            prompt = replace(prompt, packed_tokens=self.activation.cached_prompt(prompt.packed_tokens))
         self.prompt = prompt
         self.id = params.completion_id
         self.arrival = arrival
@@ -305,10 +311,13 @@ class Request:
         self._submitted = now
         self.tiles = Tiles(prompt.images)
         self.tokens = TokenBuffer(prompt.tokens)
-        """The prompt and the tokens generated so far, without those that a context shift has discarded."""
+        """The prompt and the tokens generated so far, as the cache knows them, without those that a context shift
+        has discarded.
+        """
         self.n_prompt = len(self.tokens)
         self.wants_scores = params.prompt_probs >= 0
-        self.is_private = self.wants_scores or not (params.cache_prompt and can_reuse)
+        is_unmarked = self.activation is not None and len(self.activation.ids) < MIN_MARKED
+        self.is_private = self.wants_scores or is_unmarked or not (params.cache_prompt and can_reuse)
         """True if it shares no KV with other requests, neither theirs nor its own."""
         self.namespace = (
             private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)
@@ -364,6 +373,23 @@ class Request:
         self.match = None
         self.n_reused = 0
         self.distrusted = distrusted
+
+    def adapters_at(self, position: int) -> Adapters:
+        """Return the LoRA adapters that the token at a position is computed with."""
+        if self.activation is not None and position >= self.activation.start:
+            return self.activation.adapters
+        return always_active(self.params.adapters)
+
+    def n_alike(self, position: int, n: int) -> int:
+        """Return how many of the `n` tokens from `position` on have its adapters, and are before the next tile."""
+        n = self.tiles.limit(position, n)
+        start = self.activation.start if self.activation is not None else 0
+        return min(n, start - position) if position < start else n
+
+    def inputs(self, start: int, end: int | None = None) -> Tokens:
+        """Return the tokens `[start, end)` as the model knows them, or the ids of a tile."""
+        tokens = self.tokens.view(start, end)
+        return tokens if self.activation is None else self.activation.as_computed(start, tokens)
 
     def shift(self, start: int, end: int) -> None:
         """Discard tokens `[start, end)`; the rest belongs to the namespace `shifted` from now on."""
@@ -479,7 +505,7 @@ class Request:
         end = min(start + n + 1, self.n_prompt)
         if not self.wants_scores or end <= max(self.n_scored, start + 1):
             return None
-        return self.tokens.view(start + 1, end)
+        return self.inputs(start + 1, end)
 
     def new_scores(self, start: int, scores: Sequence[TokenScore]) -> Sequence[TokenScore]:
         """Return the scores that were not reported yet; `scores` begins with the token after `start`.
@@ -487,7 +513,7 @@ class Request:
         The prompt's first token, which cannot be scored, is reported with the second one.
         """
         if not self.n_scored:
-            scores = [TokenScore(int(self.tokens.view(0, 1)[0]), NOT_SCORED), *scores]
+            scores = [TokenScore(int(self.inputs(0, 1)[0]), NOT_SCORED), *scores]
         else:
             scores = scores[self.n_scored - start - 1 :]
         self.n_scored += len(scores)

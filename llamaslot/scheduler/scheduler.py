@@ -336,8 +336,10 @@ class Scheduler:
                     each.request.sampler = each.sampler
             outcomes += self._advance(work, results, now)
         # 4. Drafts for the next step.
-        adapters = plan.work[0].request.params.adapters
-        decoding = [each for each in self.running if each.n_generated and each.params.adapters == adapters]
+        adapters = plan.adapters
+        decoding = [
+            each for each in self.running if each.n_generated and each.adapters_at(each.n_prompt) == adapters
+        ]
         decoding = [each for each in decoding if not each.is_suspect and each not in self.ending]
         self.has_drafts = self._drafter.propose(decoding)
         return outcomes
@@ -551,7 +553,7 @@ class Scheduler:
         if not 0 <= n <= len(run.tokens) or is_part or (n and not request.is_scored):
             self._invalidate(request)
             return
-        self.cache.append(run.seq, run.tokens[:n])
+        self.cache.append(run.seq, work.as_cached(n))
         if self.cache.length(run.seq) != len(request.tokens):
             return
         # The last token's logits were never sampled from, so it is computed again, and its tile with it.

@@ -57,7 +57,12 @@ class Work:
         """Return the tokens that the sequence keeps of the run: not the part of a draft that was not sampled."""
         run = self.run
         n_rejected = run.n_drafted - (len(sampled) - 1) if run.n_drafted else 0
-        return run.tokens[: len(run.tokens) - n_rejected]
+        return self.as_cached(len(run.tokens) - n_rejected)
+
+    def as_cached(self, n: int) -> Tokens:
+        """Return the first `n` tokens of the run as the cache knows them."""
+        tokens, activation = self.run.tokens[:n], self.request.activation
+        return tokens if activation is None else activation.as_cached(self.run.start, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +125,10 @@ class StepPlan:
     @property
     def adapters(self) -> Adapters:
         """Adapters of the step, which all of its requests apply. Raises `IllegalCallError` if they do not."""
-        found = self.work[0].request.params.adapters if self.work else ()
-        if any(work.request.params.adapters != found for work in self.work):
+        of_runs = [work.request.adapters_at(work.run.start) for work in self.work]
+        if any(each != of_runs[0] for each in of_runs):
             raise IllegalCallError("requests with different adapters in one step")
-        return found
+        return of_runs[0] if of_runs else ()
 
     @property
     def n_tokens(self) -> int:
@@ -216,7 +221,7 @@ def _draws(works: Sequence[Work], backend: Backend) -> Draws:
         for request in work.samples:
             sampler = request.sampler
             if sampler is None:
-                sampler = backend.new_sampler(request.params.sampling, request.tokens.view(), request.constraint)
+                sampler = backend.new_sampler(request.params.sampling, request.inputs(0), request.constraint)
             draws.append((work.run.seq, sampler))
     return draws
 

@@ -151,7 +151,7 @@ class StepPlanner:
         for request in requests:
             length = self._cache.length(request.slot)
             n_pending = len(request.tokens) - length
-            n_due = request.tiles.limit(length, request.stops.limit(length, n_pending))
+            n_due = request.n_alike(length, request.stops.limit(length, n_pending))
             if request.params.shift.is_on:
                 # Tokens that a constraint forced may exceed the context: the next plan shifts it.
                 n_due = min(n_due, self._n_ctx_slot - 1 - length)
@@ -234,7 +234,7 @@ class StepPlanner:
         request, start = grant.request, self._cache.length(grant.request.slot)
         n_outputs = int(n == grant.n_pending and request.has_output)
         targets = request.targets(start, n)
-        run = Run(request.slot, start, request.tokens.view(start, start + n), n_outputs, targets, grant.tile)
+        run = Run(request.slot, start, request.inputs(start, start + n), n_outputs, targets, grant.tile)
         if not n_outputs or not request.wants_tokens or request.sampler is not None:
             return Work(request, run)
         served = [other for each in before for other in each.siblings]

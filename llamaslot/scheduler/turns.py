@@ -193,7 +193,7 @@ class AdapterTurns:
         """Return the turn of the next step, as `PromptTurns` does."""
         groups: dict[Adapters, dict[Request, int]] = {}
         for request, n in pending.items():
-            groups.setdefault(request.params.adapters, {})[request] = n
+            groups.setdefault(request.adapters_at(len(request.tokens) - n), {})[request] = n
         if not groups:
             return Turn()
         waiting = [each for each in self._turns if each in groups and each != self._last]

@@ -222,3 +222,67 @@ async def test_a_session_continues_from_the_tokens_of_its_own_adapters(server: A
         warm = await complete(server, *scales, prompt=text, session_id="mine")
         cold = await complete(server, *scales, prompt=text, cache_prompt=False)
         assert warm["content"] == cold["content"]
+
+
+INVOKED = " <sum>"
+
+
+async def alora_server(start: Any, **engine: Any) -> Any:
+    """A server with an adapter that is active from `INVOKED` on, and another one that is always active."""
+    made = backend(0.0, 0.0)
+    first, second = made.info.adapters
+    own = {"invocation": tuple(INVOKED.encode()), "invocation_text": INVOKED}
+    made.info = msgspec.structs.replace(made.info, adapters=(msgspec.structs.replace(first, **own), second))
+    return await start(backend=made, engine=engine)
+
+
+async def test_what_invokes_an_adapter_is_listed_as_by_llama_server(start: Any) -> None:
+    server = await alora_server(start)
+    _, (first, second) = await server.get("/lora-adapters")
+    assert (first["alora_invocation_string"], first["alora_invocation_tokens"]) == (INVOKED, [*INVOKED.encode()])
+    assert not {"alora_invocation_string", "alora_invocation_tokens"} & {*second}
+
+
+async def test_what_precedes_an_invocation_is_shared_with_the_model_alone(start: Any) -> None:
+    server = await alora_server(start)
+    n = len(PROMPT.encode())
+    invoked = PROMPT + INVOKED + " 1 + 2"
+    alone = await complete(server, 0, 0, prompt=invoked)
+    first = await complete(server, 1, 0, prompt=invoked)
+    assert first["content"] != alone["content"]
+    assert n <= first["timings"]["cache_n"] < n + 2
+    assert first["content"] == (await complete(server, 1, 0, prompt=invoked, cache_prompt=False))["content"]
+    again = await complete(server, 1, 0, prompt=invoked)
+    assert (again["content"], again["timings"]["prompt_n"]) == (first["content"], 1)
+    # Not with other scales, nor beside an adapter that is always active.
+    assert (await complete(server, 0.5, 0, prompt=invoked))["timings"]["cache_n"] == first["timings"]["cache_n"]
+    assert (await complete(server, 1, 1, prompt=invoked))["timings"]["cache_n"] == 0
+    # So says a probe, when the model alone has computed nothing.
+    await server.post("/cache/clear", {})
+    await complete(server, 1, 0, prompt=invoked)
+    probe = {"prompt": invoked, "lora": [{"id": 0, "scale": 1}]}
+    assert (await server.ok("/cache/probe", probe))["computed"] == 1
+    assert (await server.ok("/cache/probe", {"prompt": invoked}))["computed"] == len(" <sum> 1 + 2")
+
+
+async def test_a_session_is_dropped_with_what_follows_its_invocations(start: Any) -> None:
+    server = await alora_server(start)
+    invoked = PROMPT + INVOKED + " 1 + 2"
+    await complete(server, 1, 0, prompt=invoked, session_id="mine")
+    async with server.session.delete(f"{server.url}/sessions/mine") as response:
+        assert (await response.json())["dropped_tokens"] >= len(invoked.encode())
+    assert (await complete(server, 1, 0, prompt=invoked))["timings"]["cache_n"] == 0
+
+
+async def test_a_slot_with_an_invoked_adapter_is_saved_and_restored(start: Any, tmp_path: Path) -> None:
+    info = backend(0.0).info
+    assert info.segment_size is not None
+    store = SlotFiles(tmp_path, lambda: b"k" * 32, info.segment_size, info.n_ctx_slot)
+    server = await alora_server(start, snapshots=store)
+    invoked = PROMPT + INVOKED + " 1 + 2"
+    first = await complete(server, 1, 0, prompt=invoked, id_slot=0)
+    await server.ok("/slots/0?action=save", {"filename": "a"})
+    await server.post("/cache/clear", {})
+    await server.ok("/slots/1?action=restore", {"filename": "a"})
+    again = await complete(server, 1, 0, prompt=invoked)
+    assert (again["content"], again["timings"]["prompt_n"]) == (first["content"], 1)

@@ -93,6 +93,7 @@ async def chats(
     template: str = TEMPLATE,
     warm_ahead: int = 0,
     n_adapters: int = 0,
+    invocation: bytes = b"",
     **settings: Any,
 ) -> Chats:
     """A server that replies with texts, and then with what the fake model likes.
@@ -100,7 +101,7 @@ async def chats(
     The choice at the end of each text has all before it computed.
     """
     grammars = [f'start: {json.dumps(text)} " "?' for text in texts] + ["start: /x{1,9}/"] * (len(texts) == 1)
-    backend = FakeBackend(n_ctx=n_ctx, n_slots=2, n_reserved=2, n_adapters=n_adapters)
+    backend = FakeBackend(n_ctx=n_ctx, n_slots=2, n_reserved=2, n_adapters=n_adapters, invocation=invocation)
     return Chats(
         await start(
             backend=backend,

@@ -172,6 +172,19 @@ async def test_the_next_turn_is_computed_with_the_adapters_of_its_conversation(s
     assert reply["timings"]["prompt_n"] < 60
 
 
+async def test_what_is_computed_ahead_is_what_precedes_the_next_invocation(start: Any) -> None:
+    """Each reply is invoked, and computed again without the adapter once another one follows it."""
+    chat = await chats(start, *REPLIES, warm_ahead=10_000, n_adapters=1, invocation=b"\n[assistant]")
+    ours = Conversation(chat, lora=[{"id": 0, "scale": 0.5}])
+    for i in range(4):
+        ahead = await settled(chat.server)
+        reply = await ours.turn()
+        assert reply_of(reply)["content"].strip() == ANSWERS[i].strip()
+        if i > 1:
+            assert ahead > len(ANSWERS[0])
+            assert reply["timings"]["prompt_n"] < 60
+
+
 async def test_nothing_is_computed_ahead_while_others_are_served(start: Any) -> None:
     chat = await chats(start, *REPLIES, warm_ahead=10_000)
     ours, capacity = Conversation(chat), chat.server.service.capacity

@@ -45,7 +45,6 @@ def test_an_adapter_that_fits_gives_its_texts(tiny_model: Path, tmp_path: Path) 
         ({"values": {"general.type": 7}}, "not a LoRA adapter"),
         ({"values": {"adapter.type": "cvec"}}, "not a LoRA adapter"),
         ({"values": {"adapter.lora.alpha": "four"}}, "adapter.lora.alpha is not a float"),
-        ({"values": {"adapter.alora.invocation_tokens": [1, 2]}}, "aLoRA"),
         ({"shapes": {"attn_q.weight.lora_b": (128, 3)}}, "another shape than the model's blk.0.attn_q.weight"),
         ({"shapes": {"attn_q.weight.lora_a": (2, 4, 128)}}, "another shape"),
         ({"names": ["token_embd.weight"]}, "the output matrix too"),

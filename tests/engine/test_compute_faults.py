@@ -192,6 +192,26 @@ async def test_without_flash_attention_data_of_bad_cells_is_cleared_before_other
     assert not harness.stopped.reason
 
 
+async def test_what_a_failed_step_computed_of_an_invocation_is_kept_for_its_adapter_alone() -> None:
+    backend = FakeBackend(n_ctx=1024, n_ubatch=64, n_adapters=1, invocation=b"<do>")
+    adapters = applied(backend.info.adapters, [1.0])
+    async with running(backend) as harness:
+        await finished(harness, "head", HEAD + "?")
+        backend.failures.append((Status.FATAL, 2))
+        async with harness.held():
+            ends = [harness.submit(name, f"{HEAD}<do> {name}", adapters=adapters) for name in ("a", "b")]
+        for name, end in zip("ab", ends, strict=True):
+            assert isinstance(await end, Finished)
+            other = await finished(harness, f"{name} alone", f"{HEAD}<do> {name}")
+            assert other.progress.n_cached <= len(f"{HEAD}<do> ") + 1
+            again = await harness.submit(
+                f"{name} again", f"{HEAD}<do> {name}", adapters=adapters, cache_prompt=False
+            )
+            assert isinstance(again, Finished)
+            assert harness.text(name) == harness.text(f"{name} again")
+            assert harness.text(f"{name} alone") == await prompt_alone(f"{HEAD}<do> {name}")
+
+
 class Damaging(FakeBackend):
     """A backend in which a cell goes bad once two requests share it."""
 

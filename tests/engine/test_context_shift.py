@@ -178,6 +178,19 @@ async def test_replies_with_different_adapters_are_shifted_side_by_side() -> Non
             assert end.progress.n_cached == end.progress.n_prompt - 1
 
 
+async def test_a_context_with_an_activated_adapter_is_not_shifted() -> None:
+    backend = wide(2, n_adapters=1, invocation=b"words")
+    adapters = applied(backend.info.adapters, [1.0])
+    async with running(backend) as engine:
+        for prompt, n in (
+            ("a prompt of some words", N_CTX - len(ids_of("a prompt of some words"))),
+            ("a prompt", 200),
+        ):
+            end = await engine.submit(prompt, prompt, sampling=OPEN, max_tokens=200, shift=ON, adapters=adapters)
+            assert isinstance(end, Finished)
+            assert end.progress.n_generated == n
+
+
 async def test_where_moving_tokens_has_become_impossible_a_full_context_ends_the_reply() -> None:
     backend = FakeBackend(n_slots=1, n_ctx=N_CTX)
     async with running(backend) as engine:

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamaslot.base.adapters import applied
 from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished
 from llamaslot.base.images import ImageLayout, ImageSize
-from llamaslot.base.model import StateKind
+from llamaslot.base.model import Adapter, StateKind
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS, CacheSettings
 from llamaslot.scheduler import drafter
 from llamaslot.scheduler.step import StepPlan
@@ -39,6 +41,18 @@ def picture(i: int, size: ImageSize | None = None) -> ImagePart:
     """An image; those with higher numbers have more tiles, up to 3."""
     layout = FakeBackend(projector=True).image_layout(size or ImageSize(64 * (i % 3) + 1, i + 1))
     return ImagePart(b"%d" % i, b"%d" % i * 16, ImageLayout((4,)) if i == BARE else layout)
+
+
+ADAPTERS = tuple(
+    Adapter(f"{i}.gguf", f"digest-{i}", 0.0, invocation=tuple(invocation))
+    for i, invocation in enumerate((b"ab", b"b", b""))
+)
+"""Of them, two are active from their invocation on."""
+
+
+def with_adapters(backend: FakeBackend) -> FakeBackend:
+    backend.info = msgspec.structs.replace(backend.info, adapters=ADAPTERS)
+    return backend
 
 
 def parts_of(prompt: str) -> tuple[PromptPart, ...]:
@@ -70,13 +84,13 @@ def finished(event: object) -> Finished:
 
 async def answer(prompt: str, max_tokens: int = 8, kind: StateKind = StateKind.NONE, **fields: Any) -> str:
     """The reply to a prompt by a server that has computed nothing else."""
-    backend = FakeBackend(n_ctx=N_CTX, n_slots=1, projector=True, kind=kind)
+    backend = with_adapters(FakeBackend(n_ctx=N_CTX, n_slots=1, projector=True, kind=kind))
     return await alone(parts_of(prompt), backend, max_tokens=max_tokens, **fields)
 
 
 @functools.cache
-def cold(prompt: str, max_tokens: int, kind: StateKind) -> str:
-    return asyncio.run(answer(prompt, max_tokens, kind))
+def cold(prompt: str, max_tokens: int, kind: StateKind, scales: Sequence[float]) -> str:
+    return asyncio.run(answer(prompt, max_tokens, kind, adapters=applied(ADAPTERS, scales)))
 
 
 async def test_no_image_is_encoded_in_the_second_turn_by_another_user_or_from_ram() -> None:
@@ -265,6 +279,7 @@ class Job:
     cache_prompt: bool
     pause: int
     patience: int | None
+    scales: Sequence[float]
 
 
 jobs = st.builds(
@@ -279,6 +294,7 @@ jobs = st.builds(
     cache_prompt=st.booleans() | st.just(True),
     pause=st.integers(0, 30),
     patience=st.none() | st.integers(0, 60),
+    scales=st.sampled_from([(), (), (1.0,), (0.5,), (0.0, 1.0), (1.0, 1.0), (1.0, 0.0, 1.0), (0.0, 0.0, 1.0)]),
 )
 LAYOUTS: Sequence[dict[str, Any]] = (
     {"n_reserved": 2},
@@ -304,8 +320,11 @@ LAYOUTS: Sequence[dict[str, Any]] = (
 def test_reuse_changes_no_answer(
     layout: dict[str, Any], todo: list[Job], faults: list[Any], ram: dict[str, int], segment_tokens: int
 ) -> None:
-    """Also where segments, of which those of a test have few tokens, begin and end within images."""
-    backend = FakeBackend(**{"n_ctx": N_CTX, "n_slots": 2, "projector": True} | layout)
+    """Also where segments, of which those of a test have few tokens, begin and end within images.
+
+    Nor where adapters become active within a prompt.
+    """
+    backend = with_adapters(FakeBackend(**{"n_ctx": N_CTX, "n_slots": 2, "projector": True} | layout))
 
     async def run() -> Harness:
         async with running(backend, **ram) as engine:
@@ -313,7 +332,11 @@ def test_reuse_changes_no_answer(
             async def run_job(i: int, job: Job) -> None:
                 await turns(job.pause)
                 end = engine.submit(
-                    str(i), parts_of(job.prompt), max_tokens=job.max_tokens, cache_prompt=job.cache_prompt
+                    str(i),
+                    parts_of(job.prompt),
+                    max_tokens=job.max_tokens,
+                    cache_prompt=job.cache_prompt,
+                    adapters=applied(ADAPTERS, job.scales),
                 )
                 if job.patience is not None:
                     await turns(job.patience)
@@ -335,7 +358,7 @@ def test_reuse_changes_no_answer(
         if is_too_long(job):
             assert isinstance(end, Failed | Cancelled)
             continue
-        expected = cold(job.prompt, job.max_tokens, layout.get("kind", StateKind.NONE))
+        expected = cold(job.prompt, job.max_tokens, layout.get("kind", StateKind.NONE), job.scales)
         if isinstance(end, Finished):
             assert text == expected, job
         else:

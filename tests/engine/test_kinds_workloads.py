@@ -20,10 +20,11 @@ import pytest
 from msgspec import structs
 
 from bench import synthetic
-from bench.lora_files import write_adapter
+from bench.lora_files import INVOCATION, write_adapter
 from bench.projector_files import Kind, picture, write_projector
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.adapters import Adapters, applied
 from llamaslot.base.commands import ContextShift, ImagePart, InspectEngine, PromptPart, TextPart, TokensPart
 from llamaslot.base.events import Cancelled, Finished, Output
@@ -50,8 +51,12 @@ MAX_ROUNDED = 0.1
 MAX_ROUNDED_SHARE = 0.15
 """Largest part of the replies in which rounding may exchange a token; 3 to 7 % of 139 did."""
 FIM = FimTokens(prefix=300, suffix=301, middle=302)
-SCALES = ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.0))
-"""Scales of the adapters; two files, and one of them with two scales."""
+SCALES = (
+    *((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, 0.0, 0.0)),
+    *((0.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.5), (0.0, 1.0, 1.0)),
+)
+"""Scales of the adapters; the last one is active from `INVOKED` on."""
+INVOKED = " how old is that"
 HEADS = ("you see what others do not: ", "you see what others do not, and say so in a few words only. " * 2)
 PIECES = (" what is it?", " and", " whose", " how old is that", " -", " x")
 SOURCE = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(6))
@@ -67,7 +72,7 @@ MODELS: dict[str, tuple[str, Kind, tuple[int, int]]] = {
 SMALL = {"clip.vision.preproc_image_size": 128}
 """So small are images cut to tiles."""
 SLOW = "one tile", "M-RoPE", "window"
-EVENTS = "images", "adapters", "infill", "cancelled", "reused", "loaded", "read"
+EVENTS = "images", "adapters", "invoked", "infill", "cancelled", "reused", "loaded", "read"
 LONG_EVENTS = ("evicted",) if LONG else ()
 """Rarer: two workloads may do without."""
 
@@ -88,14 +93,18 @@ class KeptLlama(LlamaBackend):
 
 
 class Model:
-    """A model with two adapters and a projector: the server, and cold runs by a backend of their own."""
+    """A model with three adapters and a projector: the server, and cold runs by a backend of their own."""
 
     def __init__(self, name: str, folder: Path) -> None:
         shape, kind, size = MODELS[name]
         path = with_tokens(synthetic.ensure(shape, folder=folder, is_exact=True), folder / "model.gguf")
         if kind == "qwen2vl_merger" and shape == "tiny":
             path = with_mrope(path, folder / "mrope.gguf")
-        adapters = tuple((write_adapter(folder / f"{i}.gguf", path, i), 0.0) for i in range(2))
+        vocab = LlamaVocab.load(path, {})
+        invocation = vocab.tokenize(INVOKED, add_special=False, parse_special=False).tolist()
+        values = {INVOCATION: invocation}
+        files = [write_adapter(folder / f"{i}.gguf", path, i, values=values if i == 2 else None) for i in range(3)]
+        adapters = tuple((each, 0.0) for each in files)
         settings = LlamaSettings(
             path,
             mmproj=write_projector(folder / "mmproj.gguf", kind, values=SMALL if kind == "idefics3" else None),
@@ -221,6 +230,10 @@ class Workload:
             parts += [TextPart("".join(chance.choices(PIECES, k=chance.randint(1, 4))))]
         adapters = applied(model.info.adapters, chance.choice(SCALES))
         self.counts["adapters"] += bool(adapters)
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        self.counts["invoked"] += (
+            adapters[-1:] != () and adapters[-1].id == 2 and any(INVOKED in each for each in texts)
+        )
         fields |= {
             "sampling": GREEDY,
             "adapters": adapters,

@@ -27,7 +27,7 @@ def stops_of(
     matched: int = 0,
     existing: Collection[int] = (),
     tile: tuple[int, int] = (0, 0),
-    image_ends: Collection[int] = (),
+    forks: Collection[int] = (),
     n_ctx: int = 10_000,
     **fields: Any,
 ) -> CheckpointStops:
@@ -41,7 +41,7 @@ def stops_of(
         matched=matched,
         existing=existing,
         control=CONTROL,
-        image_ends=image_ends,
+        forks=forks,
         settings=checkpoint_settings(**{"step": STEP, "min_gap": GAP} | fields),
         n_ctx_slot=n_ctx,
     )
@@ -79,15 +79,15 @@ def test_a_stop_within_a_tile_is_behind_it_or_before_it_at_the_end_of_the_prompt
 
 
 def test_each_image_ends_with_a_stop_even_near_others() -> None:
-    assert positions(stops_of(80, [0, 30, 73], tile=(31, 70), image_ends=[70]), 80) == [30, 70, 73]
-    assert positions(stops_of(80, [40, 77], start=40, image_ends=[20, 44], existing=[40]), 80) == [44, 77]
+    assert positions(stops_of(80, [0, 30, 73], tile=(31, 70), forks=[70]), 80) == [30, 70, 73]
+    assert positions(stops_of(80, [40, 77], start=40, forks=[20, 44], existing=[40]), 80) == [44, 77]
     # What is left behind a checkpoint would be too little, if it were text.
-    assert positions(stops_of(80, start=75, existing=[75], image_ends=[78]), 80) == [78]
-    assert positions(stops_of(80, start=78, existing=[78], image_ends=[78]), 80) == []
+    assert positions(stops_of(80, start=75, existing=[75], forks=[78]), 80) == [78]
+    assert positions(stops_of(80, start=78, existing=[78], forks=[78]), 80) == []
 
 
 def test_a_fork_just_before_an_image_is_a_stop_as_well() -> None:
-    stops = stops_of(400, matched=40, tile=(44, 60), image_ends=[60], min_gap=64)
+    stops = stops_of(400, matched=40, tile=(44, 60), forks=[60], min_gap=64)
     assert positions(stops, 400) == [40, 60, 200, 300, 396]
 
 

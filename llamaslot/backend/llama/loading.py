@@ -21,6 +21,7 @@ import structlog
 from llamaslot.backend.llama import capabilities, library
 from llamaslot.backend.llama.capabilities import Caches
 from llamaslot.backend.llama.library import Device
+from llamaslot.base.adapters import MAX_INVOCATION
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import MetadataValue, check_file, has_tensor, open_regular, read_adapter
 from llamaslot.base.model import QUERY_BLOCK, Adapter, ModelFile, Pooling
@@ -33,6 +34,8 @@ PADDING = 256
 MIN_PART = 512
 """Fewest cells of a slot with which a pool may be partitioned at run time."""
 _MOST_CELLS = 2**31
+_MAX_PIECE = 1024
+"""Bytes of the longest text of a token of an invocation."""
 FLASH_ATTN = {
     "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -305,8 +308,26 @@ def load_adapters(model: Any, settings: LlamaSettings) -> tuple[list[Any], tuple
             raise ConfigError(f"--lora: {path} was changed while it was loaded", param="--lora")
         handles.append(handle)
         name, prefix = (texts.get(f"adapter.lora.{key}", "") for key in ("task_name", "prompt_prefix"))
-        found.append(Adapter(str(path), digest, scale, name, prefix))
+        found.append(Adapter(str(path), digest, scale, name, prefix, *_invocation(model, handle, path)))
     return handles, tuple(found)
+
+
+def _invocation(model: Any, adapter: Any, path: Path) -> tuple[tuple[int, ...], str]:
+    """Return the invocation of an adapter and its text; both are empty for one that is always active."""
+    n = llama_cpp.llama_adapter_get_alora_n_invocation_tokens(adapter)
+    if n > MAX_INVOCATION:
+        reason = f"has an invocation of {n} tokens, which may have {MAX_INVOCATION}"
+        raise ConfigError(f"--lora: {path} {reason}", param="--lora")
+    if not n:
+        return (), ""
+    tokens = tuple(llama_cpp.llama_adapter_get_alora_invocation_tokens(adapter)[:n])
+    vocab = llama_cpp.llama_model_get_vocab(model)
+    if not all(0 <= token < llama_cpp.llama_vocab_n_tokens(vocab) for token in tokens):
+        reason = "has a token in its invocation that the model lacks"
+        raise ConfigError(f"--lora: {path} {reason}", param="--lora")
+    buffer = ctypes.create_string_buffer(_MAX_PIECE)
+    lengths = (llama_cpp.llama_token_to_piece(vocab, token, buffer, _MAX_PIECE, 0, True) for token in tokens)
+    return tokens, b"".join(buffer.raw[: max(n, 0)] for n in lengths).decode(errors="replace")
 
 
 def model_params(settings: LlamaSettings) -> Any:
