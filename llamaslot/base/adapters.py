@@ -32,6 +32,7 @@ MAX_INVOCATION = 256
 MIN_MARKED = 2
 """Least tokens whose ids are replaced by a digest, 30 bits each: scales that share 30 bits are easily found."""
 _MAX_MARKED = 4
+"""Most of them: 120 bits, which cannot be searched for. Each further one would be one more id that is no token."""
 _FLOAT32 = struct.Struct("<f")
 
 

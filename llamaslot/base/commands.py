@@ -119,7 +119,7 @@ class GenerateParams(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     """Only requests with the same salt share KV."""
     adapters: Adapters = ()
-    """LoRA adapters that it is computed with; only requests with the same ones share KV, and steps."""
+    """LoRA adapters that it applies. Requests share KV and steps as far as the same ones are active."""
     group: str = ""
     """Id shared by the `n` completions of one prompt; empty if `n` is 1."""
     id_slot: int = -1

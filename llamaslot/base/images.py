@@ -5,6 +5,9 @@ projector (`--mmproj`) computes an embedding for each token of a tile. In a prom
 which are a digest of the image's pixels, the projector and the tile's place. So prompts with the same image begin
 alike, and all that compares, stores or looks up token ids need not know of images. Only what computes a tile
 needs its image, and what must not end within a tile asks `before_tile`.
+
+The tokens from which on an activated adapter is active have such ids too (`adapters.py`). By its ids alone, as the
+cache sees it, that is a tile of up to four tokens; it is no tile for llama.cpp, which gets the tokens.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     n_of_replies: int = 0
     """Of them, tokens of replies."""
     images: tuple[PromptImage, ...] = ()
-    """Images that its negative ids stand for, in the order of their places."""
+    """Its images, in the order of their places. The tokens of their tiles have negative ids."""
 
     @property
     def n_tokens(self) -> int:
