@@ -76,7 +76,7 @@ class OllamaReply(msgspec.Struct, kw_only=True):
     done_reason: DoneReason | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
-    """From the arrival of the request until it got a slot; the model is loaded already."""
+    """From the time when the engine got the request until it got a slot; loading the model comes before that."""
     prompt_eval_count: int | UnsetType = UNSET
     """Tokens of the prompt, cached or not."""
     prompt_eval_duration: int | UnsetType = UNSET
