@@ -25,12 +25,11 @@ import structlog
 
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_template
-from llamaslot.app.model_config import adapters, check_projector, metadata_overrides
+from llamaslot.app.model_config import check_files
 from llamaslot.app.model_table import ModelEntry
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import OnProgress, Runtime
 from llamaslot.base.errors import stopped_error
-from llamaslot.base.files import check_metadata, read_adapter
 from llamaslot.processes.messages import Loaded
 from llamaslot.processes.threads import in_daemon_thread, start_default_executor
 
@@ -100,10 +99,7 @@ async def _start_one(
     """Listen, and load the only model; None if a signal came first."""
     path = resolve_model(config.model)
     # Report a broken file before any process is started.
-    check_metadata(path, metadata_overrides(config), embeds=config.embeds)
-    for adapter, _ in adapters(config):
-        read_adapter(adapter, path)
-    check_projector(config)
+    check_files(config, path)
     config = replace(config, model=str(path))
     template = read_template(config)
     on_progress = stack.enter_context(_progress())

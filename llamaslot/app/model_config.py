@@ -16,7 +16,7 @@ from pathlib import Path
 from llamaslot.app.config import Config
 from llamaslot.base.adapters import MAX_ADAPTERS, MAX_SCALE
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.files import MetadataValue, parts, read_projector
+from llamaslot.base.files import MetadataValue, check_metadata, parts, read_adapter, read_projector
 
 _MAX_TEXT_BYTES = 127
 """Most bytes of a key or text of `--override-kv`."""
@@ -242,6 +242,14 @@ def with_hub_model(
 def projector_file(config: Config) -> Path | None:
     """Return the file of the projector; None without one."""
     return Path(config.mmproj).expanduser() if config.mmproj else None
+
+
+def check_files(config: Config, model: Path) -> None:
+    """Raise `ConfigError` for a broken file of the model, its adapters or its projector, before it is loaded."""
+    check_metadata(model, metadata_overrides(config), embeds=config.embeds)
+    for adapter, _ in adapters(config):
+        read_adapter(adapter, model)
+    check_projector(config)
 
 
 def check_projector(config: Config) -> None:

@@ -22,12 +22,12 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
-from llamaslot.app.model_config import adapters, check_projector, metadata_overrides, projector_file
+from llamaslot.app.model_config import check_files, projector_file
 from llamaslot.app.model_table import ModelEntry, naming
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
 from llamaslot.base.errors import ConfigError, stopped_error
-from llamaslot.base.files import check_metadata, parts, read_adapter
+from llamaslot.base.files import parts
 from llamaslot.base.model import CPU, ModelInfo
 from llamaslot.processes.messages import Loaded
 from llamaslot.service.metrics import Metrics
@@ -228,10 +228,7 @@ class ModelProcesses:
     async def load(self) -> Service:
         """Start the processes and load the model. Raises `LlamaslotError`, and `OSError`."""
         config = self._entry.config
-        check_metadata(Path(config.model), metadata_overrides(config), embeds=config.embeds)
-        for adapter, _ in adapters(config):
-            read_adapter(adapter, Path(config.model))
-        check_projector(config)
+        check_files(config, Path(config.model))
         runtime = self._runtime = Runtime(
             config, read_template(config), lambda _text, _share: None, memory_bytes=self._memory_bytes
         )
