@@ -466,7 +466,7 @@ def _identity(model: ServedModel) -> dict[str, Any]:
     return {
         "name": _with_tag(model.id),
         "model": _with_tag(model.id),
-        "size": info.size_bytes if info is not None else model.n_bytes,
+        "size": info.size_bytes if info is not None else model.file_bytes,
         # Clients show the first twelve digits, and some fail if there are fewer.
         "digest": hashlib.sha256(facts.encode(errors="replace")).hexdigest(),
         "details": _details(info),

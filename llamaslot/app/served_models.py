@@ -163,6 +163,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
     settings = api_settings(config)
     # Its counters go on when it is loaded again.
     metrics = Metrics(entry.names[0], has_remote=bool(config.cache_remote))
+    size = 0
     with contextlib.suppress(OSError):
         mmproj = projector_file(config)
         files = (*parts(Path(config.model)), *([mmproj] if mmproj is not None else []))
@@ -172,6 +173,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
         entry.names,
         lambda: ModelProcesses(entry, settings, metrics, memory_bytes),
         n_bytes=memory_bytes,
+        file_bytes=size,
         idle_seconds=config.sleep_idle_seconds,
         tags=settings.model_tags(),
         capability=capability_of(config),

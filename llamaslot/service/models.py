@@ -94,6 +94,8 @@ class ServedModel:
     """Return processes for it; None for the only model of a server, which is loaded from the start."""
     n_bytes: int = 0
     """Bytes that it takes while it is loaded: estimated at first, then as measured."""
+    file_bytes: int = 0
+    """Bytes of its files; 0 if they are not known."""
     idle_seconds: float = 0
     """Unload it after so many seconds without a request; 0: never."""
     tags: Sequence[str] = ()

@@ -69,6 +69,8 @@ def test_models_are_loaded_when_they_are_named_and_lose_no_prefix(folder: Path, 
         assert refusal(server, "/v1/embeddings", {"model": "a", "input": "x"})[0] == 501
         assert refusal(server, "/rerank", {"model": "a", "query": "x", "documents": ["x"]})[0] == 501
         assert set(states(server).values()) == {"unloaded"}
+        sizes = {each["name"]: each["size"] for each in server.get("/api/tags")["models"]}
+        assert sizes["a:latest"] == (folder / "a.gguf").stat().st_size
         cold = {name: complete(server, name) for name in "abc"}
         assert {name for name, state in states(server).items() if state == "loaded"} == {"b", "c"}
         for name in "abcab":
