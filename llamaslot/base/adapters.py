@@ -29,7 +29,7 @@ other requests, which only mask its cells, got invalid logits.
 """
 MAX_INVOCATION = 256
 """Most tokens of an adapter's invocation."""
-MIN_MARKED = 2
+_MIN_MARKED = 2
 """Least tokens whose ids are replaced by a digest, 30 bits each: scales that share 30 bits are easily found."""
 _MAX_MARKED = 4
 """Most of them: 120 bits, which cannot be searched for. Each further one would be one more id that is no token."""
@@ -82,6 +82,11 @@ class Activation:
     """The first tokens from there on."""
     ids: Tokens
     """What they are called in the cache, as many."""
+
+    @property
+    def can_share(self) -> bool:
+        """True if the ids tell these adapters from others, so that KV may be shared by them."""
+        return len(self.ids) >= _MIN_MARKED
 
     def as_cached(self, start: int, tokens: Tokens) -> Tokens:
         """Return tokens of the request, the first of which is at `start`, as the cache knows them."""

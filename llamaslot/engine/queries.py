@@ -152,6 +152,8 @@ class Queries:
         if why_not or not self._scheduler.cache.settings.can_reuse:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not or "unsupported")
         activation = activation_of(params.adapters, prompt.packed_tokens)
+        if activation is not None and not activation.can_share:
+            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
         tokens = prompt.packed_tokens if activation is None else activation.cached_prompt(prompt.packed_tokens)
         found = self._scheduler.cache.probe(params.namespace, tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:

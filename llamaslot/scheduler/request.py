@@ -18,7 +18,7 @@ from enum import Enum
 import numpy as np
 from msgspec.structs import replace
 
-from llamaslot.base.adapters import MIN_MARKED, Adapters, activation_of, always_active
+from llamaslot.base.adapters import Adapters, activation_of, always_active
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import next_state
@@ -316,8 +316,8 @@ class Request:
         """
         self.n_prompt = len(self.tokens)
         self.wants_scores = params.prompt_probs >= 0
-        is_unmarked = self.activation is not None and len(self.activation.ids) < MIN_MARKED
-        self.is_private = self.wants_scores or is_unmarked or not (params.cache_prompt and can_reuse)
+        can_share = self.activation is None or self.activation.can_share
+        self.is_private = self.wants_scores or not (can_share and params.cache_prompt and can_reuse)
         """True if it shares no KV with other requests, neither theirs nor its own."""
         self.namespace = (
             private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)

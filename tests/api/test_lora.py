@@ -227,6 +227,18 @@ async def test_a_session_continues_from_the_tokens_of_its_own_adapters(server: A
 INVOKED = " <sum>"
 
 
+async def test_a_probe_knows_that_an_invocation_of_one_token_is_not_kept(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=4096, n_slots=1, n_adapters=1, invocation=b"#"))
+    await server.ok("/completion", {"prompt": PROMPT, "n_predict": 2})
+    for prompt in (f"{PROMPT}#", f"{PROMPT}# 1"):
+        await server.idle()
+        body = {"prompt": prompt, "lora": [{"id": 0, "scale": 1.0}]}
+        probe = await server.ok("/cache/probe", body)
+        cache = (await server.ok("/completion", {**body, "n_predict": 2}))["cache"]
+        assert (probe["computed"], probe["miss"]) == (cache["computed"], cache["miss"])
+        assert (probe["miss"] == "off") == prompt.endswith("#")
+
+
 async def alora_server(start: Any, **engine: Any) -> Any:
     """A server with an adapter that is active from `INVOKED` on, and another one that is always active."""
     made = backend(0.0, 0.0)
