@@ -108,7 +108,7 @@ async def _start_one(
     await runtime.engine.start()
     # Import this while the engine starts, because these imports take as long as its own.
     from llamaslot.api.context import SETTINGS  # noqa: PLC0415
-    from llamaslot.app.served_models import capability_of, load_service  # noqa: PLC0415
+    from llamaslot.app.served_models import load_service, task_by_flags  # noqa: PLC0415
     from llamaslot.app.start_lines import announce  # noqa: PLC0415
     from llamaslot.service.models import Models, ServedModel  # noqa: PLC0415
 
@@ -126,7 +126,7 @@ async def _start_one(
         service.names,
         idle_seconds=config.sleep_idle_seconds,
         tags=service.tags,
-        capability=capability_of(config),
+        task_by_flags=task_by_flags(config),
     )
     # The request timeout begins only once the model is loaded, and does not allow more than that.
     timeout = min(config.load_timeout, config.request_timeout or config.load_timeout)

@@ -139,7 +139,7 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     )
 
 
-def capability_of(config: Config) -> Task:
+def task_by_flags(config: Config) -> Task:
     """Return what a model is to do, by its flags."""
     if config.reranking or (config.embeddings and config.pooling == "rank"):
         return "rerank"
@@ -176,7 +176,7 @@ def _served(entry: ModelEntry, memory_bytes: int) -> ServedModel:
         file_bytes=size,
         idle_seconds=config.sleep_idle_seconds,
         tags=settings.model_tags(),
-        capability=capability_of(config),
+        task_by_flags=task_by_flags(config),
         has_projector=bool(config.mmproj),
         is_pinned=entry.is_pinned,
         loads_at_start=entry.is_pinned or entry.loads_at_start,

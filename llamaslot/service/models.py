@@ -4,10 +4,13 @@
     UNLOADED    a request wants it, and there is room             LOADING
     LOADING     it is loaded                                      LOADED
     LOADING     that fails                                        UNLOADED; what waits fails with the reason
-    LOADED      another one needs its room                        LEAVING: new requests wait
+    LOADED      a request wants it, and its engine has ended      LOADING
+    LOADED      another one needs its room, an administrator      LEAVING: new requests wait
+                unloads it, or it was idle for `idle_seconds`
     LEAVING     nothing uses it any more                          UNLOADED
-    LEAVING     the other one needs no room any more              LOADED
-    LOADED      nobody has used it for `idle_seconds`             UNLOADED
+    LEAVING     the other one needs no room any more, or the      LOADED
+                engine is busy with it
+    UNLOADED    its engine was restarted, with it (`is_one`)      LOADED
 
 Models are loaded one after another, in the order in which they were wanted. The one that has been unused for
 longest makes room first; a pinned one never does. An unloaded model may keep its processes, with its radix tree
@@ -99,7 +102,7 @@ class ServedModel:
     idle_seconds: float = 0
     """Unload it after so many seconds without a request; 0: never."""
     tags: Sequence[str] = ()
-    capability: Task = "completion"
+    task_by_flags: Task = "completion"
     """Its task, by its flags."""
     has_projector: bool = False
     """True if it has a projector, by its flags."""
@@ -137,7 +140,7 @@ class ServedModel:
     def task(self) -> Task:
         """Its task; until it was loaded, by its flags alone: its file may say that it is a reranker."""
         if self.info is None:
-            return self.capability
+            return self.task_by_flags
         return "rerank" if self.info.pooling == "rank" else "embedding" if self.info.pooling else "completion"
 
     @property

@@ -137,7 +137,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
             listener = await serve(app, ["127.0.0.1"], 0, tls=tls)
             stack.push_async_callback(listener.close)
             capability: Any = "embedding" if backend.info.pooling else "completion"
-            model = ServedModel(service.names, tags=service.tags, capability=capability)
+            model = ServedModel(service.names, tags=service.tags, task_by_flags=capability)
             app[READINESS].set(Models.of_one(model, service))
             # The certificates of tests are self-signed.
             connector = aiohttp.TCPConnector(ssl=tls is None)
