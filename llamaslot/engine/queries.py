@@ -391,7 +391,8 @@ class SlotActions:
                 job.respond(InvalidRequestError(message, param="filename"))
             elif not self._may_have_digests and unpacked(job.snapshot.tokens).min(initial=0) < 0:
                 # llama-server's words. No prompt of this server could continue it.
-                message = f"Cannot restore media tokens without an mmproj: {job.command.filename} has an image"
+                has = f"{job.command.filename} has an image, or was computed with an activated adapter"
+                message = f"Cannot restore media tokens without an mmproj: {has}"
                 job.respond(InvalidRequestError(message, param="filename"))
             else:
                 self._waiting.append(job)
