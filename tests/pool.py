@@ -23,12 +23,13 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
         held, in_cells = list(enumerate(tokens_of(tree, seq))), backend.seen(seq)
         seen = [(position, token_of(token)) for position, token in in_cells]
         computed = [token for _, token in in_cells if not is_moved(token)]
-        # Where the cache has a digest in place of a token, other adapters begin. Those of images are negative.
+        # After the tokens that the cache marks with a digest, other adapters begin. Those of images are negative.
         digests = [i for (i, own), (_, token) in zip(held, seen, strict=False) if own < 0 <= token]
-        parts = (computed[: digests[0]], computed[digests[0] :]) if digests else (computed,)
+        start = digests[-1] + 1 if digests else len(computed)
+        parts = (computed[:start], computed[start:])
         adapters = [{token // N_TOKENS for token in part if token >= 0} for part in parts]
         assert all(len(each) <= 1 for each in adapters), f"sequence {seq} has KV of other adapters"
-        assert adapters[1:] != adapters[:1], f"sequence {seq} has digests and no other adapters"
+        assert adapters[0] != adapters[1] or not computed, f"sequence {seq} has digests and no other adapters"
         held = [(i, seen[i][1] if i in digests else token) for i, token in held]
         end = tree.end_node(seq)
         may_be_moved = end is not None and is_shifted(end.namespace)

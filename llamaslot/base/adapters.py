@@ -2,9 +2,11 @@
 
 An activated adapter (aLoRA) is active from its *invocation* on, a few tokens that a prompt has near its end. What
 comes before is computed without it, so it belongs to the namespace of the other adapters, and is shared with all
-requests there. The first tokens from the invocation on have other ids in the cache, like those of a tile of an
-image: a digest of the adapters, so that what follows is shared only with requests that apply the same ones. So all
-that compares, stores or looks up token ids need not know of adapters.
+requests there. The last tokens before the invocation have other ids in the cache, negative like those of a tile of
+an image: each has the token and a part of a digest of the adapters, so that only requests that apply the same ones
+share what follows. So all that compares, stores or looks up token ids need not know of adapters. These tokens are
+computed without the adapter: where others have some of the ids by chance, or since a client looked for scales that
+have them, the KV that they share is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from llamaslot.base.images import tile_ids
+from llamaslot.base.images import MAX_MARKED_TOKEN, marked_ids
 from llamaslot.base.model import Adapter
 from llamaslot.base.tokens import WIDTH, Tokens, packed, unpacked
 
@@ -29,10 +31,10 @@ other requests, which only mask its cells, got invalid logits.
 """
 MAX_INVOCATION = 256
 """Most tokens of an adapter's invocation."""
-_MIN_MARKED = 2
-"""Least tokens whose ids are replaced by a digest, 30 bits each: scales that share 30 bits are easily found."""
-_MAX_MARKED = 4
-"""Most of them: 120 bits, which cannot be searched for. Each further one would be one more id that is no token."""
+_MIN_MARKED = 6
+"""Least tokens that must have a part of the digest, 10 bits each, for KV to be shared after them."""
+MAX_MARKED = 8
+"""Most of them: 80 bits, which cannot be searched for. So many tokens are computed again for each adapter."""
 _FLOAT32 = struct.Struct("<f")
 
 
@@ -79,18 +81,23 @@ class Activation:
     adapters: Adapters
     """All that are applied from there on."""
     tokens: Tokens
-    """The first tokens from there on."""
+    """The last tokens before it."""
     ids: Tokens
     """What they are called in the cache, as many."""
 
     @property
+    def marked_from(self) -> int:
+        """Position of the first token with another id."""
+        return self.start - len(self.ids)
+
+    @property
     def can_share(self) -> bool:
-        """True if the ids tell these adapters from others, so that KV may be shared by them."""
+        """True if the ids tell these adapters from others, so that KV may be shared after them."""
         return len(self.ids) >= _MIN_MARKED
 
     def as_cached(self, start: int, tokens: Tokens) -> Tokens:
         """Return tokens of the request, the first of which is at `start`, as the cache knows them."""
-        return _replaced(tokens, start, self.ids, self.start)
+        return _replaced(tokens, start, self.ids, self.marked_from)
 
     def cached_prompt(self, packed_tokens: bytes) -> bytes:
         """Return the prompt, both packed, as the cache knows it."""
@@ -98,7 +105,7 @@ class Activation:
 
     def as_computed(self, start: int, ids: Tokens) -> Tokens:
         """Return what `as_cached` made of tokens as the model knows them."""
-        return _replaced(ids, start, self.tokens, self.start)
+        return _replaced(ids, start, self.tokens, self.marked_from)
 
 
 def activation_of(adapters: Adapters, packed_prompt: bytes) -> Activation | None:
@@ -112,11 +119,12 @@ def activation_of(adapters: Adapters, packed_prompt: bytes) -> Activation | None
     if chosen is None or start < 0:
         return None
     active = tuple(each for each in adapters if each is chosen or not each.invocation)
-    first = unpacked(packed_prompt[start * WIDTH : (start + _MAX_MARKED) * WIDTH])
-    if first.min() < 0:
-        # An image follows. Its ids stay as they are.
-        first = first[: (first < 0).argmax()]
-    return Activation(start, active, first, tile_ids(_digest(active) + packed(first), 0, len(first)))
+    before = unpacked(packed_prompt[max(start - MAX_MARKED, 0) * WIDTH : start * WIDTH])
+    # Ids of an image stay as they are.
+    others = ((before < 0) | (before > MAX_MARKED_TOKEN)).nonzero()[0]
+    if len(others):
+        before = before[int(others[-1]) + 1 :]
+    return Activation(start, active, before, marked_ids(_digest(active), before))
 
 
 def _last(packed_tokens: bytes, wanted: tuple[int, ...]) -> int:

@@ -78,7 +78,7 @@ class CheckpointTaker:
             matched=request.match.n_matched if request.match is not None else 0,
             existing=positions,
             control=self._control,
-            forks=[*request.tiles.image_ends, *([activation.start] if activation is not None else [])],
+            forks=[*request.tiles.image_ends, *([activation.marked_from] if activation is not None else [])],
             settings=checkpoints.settings,
             n_ctx_slot=self._n_ctx_slot,
         )

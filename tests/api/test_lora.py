@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.adapters import MAX_MARKED
 from llamaslot.base.model import Adapter
 from tests.fake_backend import FakeBackend
 
@@ -227,18 +228,6 @@ async def test_a_session_continues_from_the_tokens_of_its_own_adapters(server: A
 INVOKED = " <sum>"
 
 
-async def test_a_probe_knows_that_an_invocation_of_one_token_is_not_kept(start: Any) -> None:
-    server = await start(backend=FakeBackend(n_ctx=4096, n_slots=1, n_adapters=1, invocation=b"#"))
-    await server.ok("/completion", {"prompt": PROMPT, "n_predict": 2})
-    for prompt in (f"{PROMPT}#", f"{PROMPT}# 1"):
-        await server.idle()
-        body = {"prompt": prompt, "lora": [{"id": 0, "scale": 1.0}]}
-        probe = await server.ok("/cache/probe", body)
-        cache = (await server.ok("/completion", {**body, "n_predict": 2}))["cache"]
-        assert (probe["computed"], probe["miss"]) == (cache["computed"], cache["miss"])
-        assert (probe["miss"] == "off") == prompt.endswith("#")
-
-
 async def alora_server(start: Any, **engine: Any) -> Any:
     """A server with an adapter that is active from `INVOKED` on, and another one that is always active."""
     made = backend(0.0, 0.0)
@@ -257,7 +246,7 @@ async def test_what_invokes_an_adapter_is_listed_as_by_llama_server(start: Any) 
 
 async def test_what_precedes_an_invocation_is_shared_with_the_model_alone(start: Any) -> None:
     server = await alora_server(start)
-    n = len(PROMPT.encode())
+    n = len(PROMPT.encode()) - MAX_MARKED
     invoked = PROMPT + INVOKED + " 1 + 2"
     alone = await complete(server, 0, 0, prompt=invoked)
     first = await complete(server, 1, 0, prompt=invoked)
@@ -274,7 +263,13 @@ async def test_what_precedes_an_invocation_is_shared_with_the_model_alone(start:
     await complete(server, 1, 0, prompt=invoked)
     probe = {"prompt": invoked, "lora": [{"id": 0, "scale": 1}]}
     assert (await server.ok("/cache/probe", probe))["computed"] == 1
-    assert (await server.ok("/cache/probe", {"prompt": invoked}))["computed"] == len(" <sum> 1 + 2")
+    # What is invoked so early that the cache cannot tell its adapters is not shared.
+    early = "abc" + INVOKED + PROMPT
+    for _ in range(2):
+        found = await server.ok("/cache/probe", probe | {"prompt": early})
+        assert (found["computed"], found["miss"]) == (found["prompt_tokens"], "off")
+        assert (await complete(server, 1, 0, prompt=early))["timings"]["cache_n"] == 0
+    assert (await server.ok("/cache/probe", {"prompt": invoked}))["computed"] == len(" <sum> 1 + 2") + MAX_MARKED
 
 
 async def test_a_session_is_dropped_with_what_follows_its_invocations(start: Any) -> None:

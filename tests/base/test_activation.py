@@ -70,28 +70,30 @@ def test_ids_are_the_same_for_the_same_adapters_alone() -> None:
         assert found is not None
         return tuple(found.ids.tolist())
 
-    first = ids(chosen(1, 0, 0), 1, 7, 8, 2)
-    assert len(first) == 3
+    before = 1, 2, 3, 2**20 - 1
+    first = ids(chosen(1, 0, 0), *before, 7, 8, 2)
+    assert len(first) == 4
     assert max(first) < 0
-    # Whatever is before, whatever order the files are loaded in, and with others that are not invoked.
+    # Whatever follows, whatever order the files are loaded in, and with others that are not invoked.
     turned = applied(LOADED[::-1], (0, 1, 1))
-    assert first == ids(chosen(1, 0, 0), 3, 4, 7, 8, 2) == ids(turned, 1, 7, 8, 2)
+    assert first == ids(chosen(1, 0, 0), *before, 7, 8) == ids(turned, *before, 7, 8, 2)
     others = [
-        ids(chosen(0.5, 0, 0), 1, 7, 8, 2),
-        ids(chosen(1, 0, 1), 1, 7, 8, 2),
-        ids(chosen(1, 0, 0), 1, 7, 8, 3),
-        ids(chosen(0, 1, 0), 1, 5, 8, 2),
+        ids(chosen(0.5, 0, 0), *before, 7, 8, 2),
+        ids(chosen(1, 0, 1), *before, 7, 8, 2),
+        ids(chosen(0, 1, 0), *before, 5, 8, 2),
     ]
-    # None of them is the same, so none would be reused if the first ones were.
-    assert len({each for found in (first, *others) for each in found}) == 3 * 5
-    tokens = np.array((1, *first, 4))
-    assert [before_tile(tokens, n) for n in range(6)] == [0, 1, 1, 1, 4, 5]
+    assert len({first, *others}) == 4
+    # Each says which token it is. So an id that two of them have by chance is that of the same KV.
+    for found in (first, *others):
+        assert tuple(each >> 10 & 2**20 - 1 for each in found) == before
+    tokens = np.array((9, *first, 7, 8))
+    assert [before_tile(tokens, n) for n in range(8)] == [0, 1, 1, 1, 1, 5, 6, 7]
 
 
 def test_what_is_cached_is_computed_as_it_was_sent() -> None:
     chance = random.Random(1)
     for _ in range(300):
-        prompt = np.array(chance.choices((1, 5, 7, 8), k=chance.randint(1, 12)), dtype=np.int32)
+        prompt = np.array(chance.choices((1, 5, 7, 8), k=chance.randint(1, 20)), dtype=np.int32)
         found = activation_of(chosen(1, 1, 0), packed(prompt))
         if found is None:
             assert 5 not in prompt
@@ -99,7 +101,8 @@ def test_what_is_cached_is_computed_as_it_was_sent() -> None:
         cached = found.as_cached(0, prompt)
         assert packed(cached) == found.cached_prompt(packed(prompt))
         is_changed = cached != prompt
-        assert is_changed.tolist() == [found.start <= i < found.start + 4 for i in range(len(prompt))]
+        assert is_changed.tolist() == [found.start - 8 <= i < found.start for i in range(len(prompt))]
+        assert found.can_share == (found.start >= 6)
         start = chance.randint(0, len(prompt))
         end = chance.randint(start, len(prompt))
         assert np.array_equal(found.as_computed(start, cached[start:end]), prompt[start:end])
@@ -107,8 +110,12 @@ def test_what_is_cached_is_computed_as_it_was_sent() -> None:
 
 
 def test_ids_of_an_image_stay_as_they_are() -> None:
-    for tokens, n in (((7, 8, -5, -6), 2), ((7, 8, 1, -5), 3), ((7, 8, 1, 2, -5), 4)):
+    for tokens, n in (((-5, 7, 8), 0), ((1, 2, -5, -6, 1, 2, 7, 8, -5, -6), 2), ((2**20, *range(9), 7, 8), 8)):
         found = activation_of(chosen(1, 0, 0), packed(np.array(tokens)))
         assert found is not None
-        cached = found.as_cached(0, np.array(tokens))
-        assert (cached[n:].tolist(), len(found.ids)) == ([*tokens[n:]], n)
+        cached, start = found.as_cached(0, np.array(tokens)), found.start
+        assert len(found.ids) == n
+        assert (*cached[: start - n].tolist(), *cached[start:].tolist()) == (*tokens[: start - n], *tokens[start:])
+    found = activation_of(chosen(1, 0, 0), packed(np.array((1, 2**20, 1, 7, 8))))
+    assert found is not None
+    assert len(found.ids) == 1

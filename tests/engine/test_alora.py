@@ -13,13 +13,14 @@ import pytest
 from bench import synthetic
 from bench.lora_files import INVOCATION, write_adapter
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.adapters import Adapters, applied
+from llamaslot.base.adapters import MAX_MARKED, Adapters, activation_of, applied
 from llamaslot.base.backend import Run
 from llamaslot.base.commands import TokensPart
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
+from llamaslot.base.tokens import packed
 from tests.backend.llama_machine import empty_pool
 from tests.backend.test_models import logits
 from tests.engine.harness import Harness, running
@@ -151,15 +152,15 @@ def test_an_adapter_is_active_from_its_last_invocation_on(backend: LlamaBackend,
 
 def test_what_precedes_it_is_shared_with_the_model_and_other_adapters(backend: LlamaBackend, serve: Any) -> None:
     one, half, two = chosen(backend, 1, 0, 0), chosen(backend, 0.5, 0, 0), chosen(backend, 0, 1, 0)
-    prompt = [*PREFIX, *INVOKED, *WORDS[:3]]
+    prompt, n_shared = [*PREFIX, *INVOKED, *WORDS[:3]], len(PREFIX) - MAX_MARKED
 
     async def test(engine: Harness) -> None:
         first = await reply(engine, prompt, one)
         assert first[1] == 0
         # The model alone continues before the invocation, as do another scale and another adapter.
-        assert (await reply(engine, [*prompt, 300], ()))[1] == len(PREFIX)
-        assert (await reply(engine, prompt, half))[1] == len(PREFIX)
-        assert (await reply(engine, [*PREFIX, *OTHER, 301], two))[1] == len(PREFIX)
+        assert (await reply(engine, [*prompt, 300], ()))[1] == n_shared
+        assert (await reply(engine, prompt, half))[1] == n_shared
+        assert (await reply(engine, [*PREFIX, *OTHER, 301], two))[1] == n_shared
         # The same adapter begins at the invocation, or goes on after it.
         again = await reply(engine, prompt, one)
         assert again[0] == first[0]
@@ -183,17 +184,45 @@ def test_without_its_invocation_it_has_no_effect(backend: LlamaBackend, serve: A
     serve(test)
 
 
-def test_an_invocation_of_one_token_is_not_kept(backend: LlamaBackend, serve: Any) -> None:
-    """30 bits would tell its adapters: a client could find other scales that have them too."""
+def test_an_invocation_of_one_token_is_shared_if_enough_is_before_it(backend: LlamaBackend, serve: Any) -> None:
     short = backend.info.adapters[0]
     adapters = applied([type(short)(short.path, short.digest, 1.0, invocation=(401,))], [1.0])
 
     async def test(engine: Harness) -> None:
-        for _ in range(2):
-            assert (await reply(engine, [*PREFIX, 401], adapters))[1] == 0
-        found = [await reply(engine, [*PREFIX, 401, 300], adapters) for _ in range(2)]
+        found = [await reply(engine, [*PREFIX, 401], adapters) for _ in range(2)]
         assert found[0][0] == found[1][0]
-        assert found[1][1] >= len(PREFIX)
+        assert found[1][1] >= len(PREFIX) - MAX_MARKED
+        for n, is_kept in ((5, False), (6, True)):
+            found = [await reply(engine, [*PREFIX[:n], 401, *WORDS[:90]], adapters) for _ in range(2)]
+            assert found[0][0] == found[1][0]
+            assert (found[1][1] > 0) == is_kept
+
+    serve(test)
+
+
+@pytest.mark.parametrize("more", [0, 6])
+def test_scales_whose_first_ids_are_alike_share_nothing_that_depends_on_them(
+    backend: LlamaBackend, serve: Any, more: int
+) -> None:
+    """A client that looks for such scales finds them soon. Duplicate cells become those of another sequence."""
+    tokens = [*PREFIX, *INVOKED, *WORDS[:more]]
+    one = chosen(backend, 1, 0, 0)
+
+    def first_id(adapters: Adapters) -> int:
+        found = activation_of(adapters, packed(np.array(tokens)))
+        assert found is not None
+        return int(found.ids[0])
+
+    others = [chosen(backend, -100 + i / 1000, 0, 0) for i in range(10_000)]
+    alike = [each for each in others if first_id(each) == first_id(one)]
+    assert len(alike) > 2
+
+    async def test(engine: Harness) -> None:
+        expected, _ = await reply(engine, tokens, one, cache_prompt=False)
+        for each in alike:
+            assert (await reply(engine, tokens, each))[0] != expected
+        for _ in range(2):
+            assert (await reply(engine, tokens, one))[0] == expected
 
     serve(test)
 
