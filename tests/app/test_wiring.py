@@ -568,7 +568,7 @@ async def serving(folder: Path, backend: FakeBackend, **config: Any) -> AsyncIte
     with (
         capture_logs() as lines,
         patch.object(composition, "Runtime", partial(InProcessRuntime, backend=backend)),
-        patch.object(composition, "check_metadata"),
+        patch.object(composition, "check_files"),
     ):
         status = asyncio.create_task(composition.serve(settings))
         async with asyncio.timeout(30), aiohttp.ClientSession() as session:

@@ -31,8 +31,8 @@ INVOKED, OTHER = [401, 402, 403], [411, 412]
 WORDS = np.random.default_rng(3).integers(300, 400, 300).tolist()
 PREFIX = WORDS[:150]
 N_PREDICT = 6
-MAX_ROUNDED = 0.01
-"""Difference of two logits below which rounding may exchange the tokens; others differ by 0.5."""
+MAX_ROUNDED = 0.1
+"""Difference of two logits below which rounding may exchange the tokens; 0.03 did. Most differ by 0.5 or more."""
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-swa", "tiny-lfm2"])
