@@ -198,9 +198,12 @@ class KVCache:
 
     # --- a running request ---
 
-    def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
+    def acquire(
+        self, slots: Sequence[int], match: Match, *, is_new: bool = True, apart: Sequence[int] = ()
+    ) -> Acquired:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction.
 
+        No step computes it together with the slots `apart`.
         Where sliding windows have few cells, idle sequences are evicted until the match's window fits.
         """
         self._window_cells.evict_for(match)
@@ -213,7 +216,7 @@ class KVCache:
             # Acquiring a slot may offload its old path and take its checkpoint. Neither may evict what this request
             # is about to load from RAM.
             self._tiers.load_pins[_NO_SEQ] = frozenset(part.segment for part in match.parts)
-        slot, n_copied = self._pool.acquire(slots, match)
+        slot, n_copied = self._pool.acquire(slots, match, apart)
         if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
             self._tiers.load_pins[slot] = pins
         now = self._sequences.advance()

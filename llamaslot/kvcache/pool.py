@@ -39,7 +39,7 @@ class Pool:
     _checkpoints: Checkpoints
     _restorer: StateRestorer
 
-    def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
+    def acquire(self, slots: Sequence[int], match: Match, apart: Sequence[int] = ()) -> tuple[int, int]:
         """Choose one of `slots`, give it a match's resident part, and pin it; returns it and the tokens copied.
 
         Chosen is
@@ -49,10 +49,12 @@ class Pool:
         3. the slot that holds most of the match; of several, the least recently used. Its old path moves to a spare
            sequence.
 
-        In a partitioned pool, where copies take time, 3 is also chosen if that takes less time than 1 or 2.
+        In a partitioned pool, where copies take time, 3 is also chosen if that takes less time than 1 or 2. Of
+        slots that hold as much of the match, the one farthest from those `apart` is chosen: they run in other
+        steps, and llama.cpp computes adjacent slots in one pass (fact 3).
         """
         held = self._sequences.held(match, slots)
-        seq = self._choose(slots, held, min(match.n_resident, match.n_cached))
+        seq = self._choose(slots, held, min(match.n_resident, match.n_cached), apart)
         own = held[seq]
         self._restorer.begin(seq, own, match)
         self.claim(seq, own, match.namespace)
@@ -170,14 +172,20 @@ class Pool:
             self._move_to_spare(moved, 0)
             sequences.clear(moved)
 
-    def _choose(self, slots: Sequence[int], held: dict[int, int], n_resident: int) -> int:
-        def order(seq: int) -> tuple[int, float]:
-            return held[seq], -self._sequences.rank(seq)
+    def _choose(self, slots: Sequence[int], held: dict[int, int], n_resident: int, apart: Sequence[int]) -> int:
+        def distance(seq: int) -> int:
+            return 0 if self._settings.unified else min((abs(seq - each) for each in apart), default=0)
+
+        def order(seq: int) -> tuple[int, int, float]:
+            return held[seq], distance(seq), -self._sequences.rank(seq)
+
+        def order_of_whole(seq: int) -> tuple[int, bool, int, int, int]:
+            is_live = self._sequences.states.is_live(seq)
+            return held[seq], is_live, distance(seq), self._n_running_beside(seq), -seq
 
         longest = max(slots, key=order)
         if whole := [seq for seq in slots if held[seq] == self._tree.length(seq)]:
-            is_live = self._sequences.states.is_live
-            chosen = max(whole, key=lambda seq: (held[seq], is_live(seq), self._n_running_beside(seq), -seq))
+            chosen = max(whole, key=order_of_whole)
         else:
             chosen = max(filter(self._sequences.is_covered, slots), key=order, default=longest)
         if self._settings.unified:
@@ -187,7 +195,7 @@ class Pool:
     def _n_running_beside(self, seq: int) -> int:
         """Number of running neighbours of a slot in a partitioned pool.
 
-        A slot beside running ones makes steps faster: llama.cpp computes adjacent slots in one pass (fact 3).
+        A slot beside running ones makes steps faster, as in `acquire`.
         """
         if self._settings.unified:
             return 0

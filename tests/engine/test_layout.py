@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import msgspec
 import pytest
 
-from llamaslot.base.commands import ContextShift, InspectEngine
+from llamaslot.base.adapters import applied
+from llamaslot.base.commands import ClearCache, ContextShift, InspectEngine
 from llamaslot.base.events import Finished, Started
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import KvCost
@@ -62,6 +64,29 @@ async def test_requests_that_share_nothing_get_a_part_each() -> None:
         state = await engine.ask(InspectEngine())
         assert isinstance(state, EngineState)
         assert (state.cache.layout_changes, state.cache.preemptions) == (1, 0)
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+async def test_requests_with_the_same_adapters_run_in_adjacent_parts(*, is_empty: bool) -> None:
+    """llama.cpp computes those in one pass, and those of other adapters in another step."""
+    backend = Backend(n_adapters=2, n_slots=8, n_ctx=512)
+    one, two = [applied(backend.info.adapters, scales) for scales in ((0.0, 1.0), (1.0, 0.0))]
+    async with running(backend, **RAM) as engine:
+        await answers(engine, [letter * 40 for letter in "ijklmnop"])
+        assert backend.layouts == [False]
+        if is_empty:
+            await engine.ask(ClearCache())
+        given, slots = list(zip("abcdefgh", [one, two] * 4, strict=True)), {}
+        ends = [engine.submit(name, name * 30, max_tokens=20, adapters=adapters) for name, adapters in given]
+        for (name, adapters), end in zip(given, ends, strict=True):
+            finished = await end
+            assert isinstance(finished, Finished)
+            slots[name] = finished.progress.slot
+            expected = await alone(name * 30, FakeBackend(n_adapters=2), max_tokens=20, adapters=adapters)
+            assert engine.text(name) == expected
+        names = sorted(slots, key=slots.__getitem__)
+        n_passes = 1 + sum((a in "aceg") != (b in "aceg") for a, b in pairwise(names))
+        assert n_passes == 2 if is_empty else n_passes <= 3, slots
 
 
 @pytest.mark.parametrize("is_first", [True, False])
