@@ -461,7 +461,7 @@ class Tokenizer:
         )
         earlier = self._session_of(request)
         session = session if earlier is None else session.continuing(earlier)
-        # What follows an invocation has other ids in the cache, under which it is dropped with the session.
+        # The tokens before an invocation have other ids in the cache: by these, what follows is dropped too.
         activation = activation_of(request.params.adapters, context.prompt.packed_tokens)
         return session if activation is None else session.with_branch(activation.as_cached(0, session.ids))
 
