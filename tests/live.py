@@ -59,6 +59,12 @@ class Server:
         with urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", data), timeout=_TIMEOUT_S) as reply:
             return json.load(reply)
 
+    def delete(self, path: str) -> Any:
+        """The JSON answer to a deletion."""
+        request = urllib.request.Request(f"{self.url}{path}", method="DELETE")
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+            return json.load(reply)
+
     def log_lines(self, event: str) -> list[dict[str, Any]]:
         """The log's JSON lines of one event."""
         # What follows the last newline is still being written.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from llamaslot.base.namespaces import is_shifted
 from llamaslot.base.tokens import unpacked
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -23,15 +25,21 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
         held, in_cells = list(enumerate(tokens_of(tree, seq))), backend.seen(seq)
         seen = [(position, token_of(token)) for position, token in in_cells]
         computed = [token for _, token in in_cells if not is_moved(token)]
-        # After the tokens that the cache marks with a digest, other adapters begin. Those of images are negative.
-        digests = [i for (i, own), (_, token) in zip(held, seen, strict=False) if own < 0 <= token]
-        start = digests[-1] + 1 if digests else len(computed)
-        parts = (computed[:start], computed[start:])
-        adapters = [{token // N_TOKENS for token in part if token >= 0} for part in parts]
-        assert all(len(each) <= 1 for each in adapters), f"sequence {seq} has KV of other adapters"
-        assert adapters[0] != adapters[1] or not computed, f"sequence {seq} has digests and no other adapters"
-        held = [(i, seen[i][1] if i in digests else token) for i, token in held]
         end = tree.end_node(seq)
+        # The cache marks tokens with digests, before an image or where other adapters begin. Those of images are
+        # negative in the cells too.
+        marks = {
+            i: own >> 10 & 2**20 - 1 for (i, own), (_, token) in zip(held, seen, strict=False) if own < 0 <= token
+        }
+        adapters = [(i, token // N_TOKENS) for i, token in enumerate(computed) if token >= 0]
+        starts = [i for (_, before), (i, own) in pairwise(adapters) if own != before]
+        has_key = end is not None and "+" in end.namespace
+        is_told = has_key or all(i - 1 in marks for i in starts)
+        assert len(starts) <= 1 and is_told, f"sequence {seq} has KV of other adapters"  # noqa: PT018
+        for i in marks:
+            is_last = i + 1 not in marks and i + 1 < len(computed)
+            assert not is_last or computed[i + 1] < 0 or i + 1 in starts, f"sequence {seq} has digests of nothing"
+        held = [(i, marks.get(i, token)) for i, token in held]
         may_be_moved = end is not None and is_shifted(end.namespace)
         assert may_be_moved or len(computed) == len(in_cells), f"sequence {seq} has KV of other positions"
         running = seq < len(scheduler.slots) and scheduler.slots[seq].request is not None

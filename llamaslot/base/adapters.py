@@ -2,11 +2,8 @@
 
 An activated adapter (aLoRA) is active from its *invocation* on, a few tokens that a prompt has near its end. What
 comes before is computed without it, so it belongs to the namespace of the other adapters, and is shared with all
-requests there. The last tokens before the invocation have other ids in the cache, negative like those of a tile of
-an image: each has the token and a part of a digest of the adapters, so that only requests that apply the same ones
-share what follows. So all that compares, stores or looks up token ids need not know of adapters. These tokens are
-computed without the adapter: where others have some of the ids by chance, or since a client looked for scales that
-have them, the KV that they share is the same.
+requests there. What follows is shared by requests with the same adapters alone, for the last tokens before the
+invocation have other ids in the cache (`cached_ids.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from llamaslot.base.images import MAX_MARKED_TOKEN, marked_ids
 from llamaslot.base.model import Adapter
-from llamaslot.base.tokens import WIDTH, Tokens, packed, unpacked
+from llamaslot.base.tokens import WIDTH
 
 MAX_ADAPTERS = 256
 """Most adapters of a server, and of a request."""
@@ -31,10 +27,6 @@ other requests, which only mask its cells, got invalid logits.
 """
 MAX_INVOCATION = 256
 """Most tokens of an adapter's invocation."""
-_MIN_MARKED = 6
-"""Least tokens that must have a part of the digest, 10 bits each, for KV to be shared after them."""
-MAX_MARKED = 8
-"""Most of them: 80 bits, which cannot be searched for. So many tokens are computed again for each adapter."""
 _FLOAT32 = struct.Struct("<f")
 
 
@@ -80,32 +72,11 @@ class Activation:
     start: int
     adapters: Adapters
     """All that are applied from there on."""
-    tokens: Tokens
-    """The last tokens before it."""
-    ids: Tokens
-    """What they are called in the cache, as many."""
 
     @property
-    def marked_from(self) -> int:
-        """Position of the first token with another id."""
-        return self.start - len(self.ids)
-
-    @property
-    def can_share(self) -> bool:
-        """True if the ids tell these adapters from others, so that KV may be shared after them."""
-        return len(self.ids) >= _MIN_MARKED
-
-    def as_cached(self, start: int, tokens: Tokens) -> Tokens:
-        """Return tokens of the request, the first of which is at `start`, as the cache knows them."""
-        return _replaced(tokens, start, self.ids, self.marked_from)
-
-    def cached_prompt(self, packed_tokens: bytes) -> bytes:
-        """Return the prompt, both packed, as the cache knows it."""
-        return packed(self.as_cached(0, unpacked(packed_tokens)))
-
-    def as_computed(self, start: int, ids: Tokens) -> Tokens:
-        """Return what `as_cached` made of tokens as the model knows them."""
-        return _replaced(ids, start, self.tokens, self.marked_from)
+    def digest(self) -> bytes:
+        """Digest of their files and scales."""
+        return _digest(self.adapters)
 
 
 def activation_of(adapters: Adapters, packed_prompt: bytes) -> Activation | None:
@@ -118,13 +89,7 @@ def activation_of(adapters: Adapters, packed_prompt: bytes) -> Activation | None
     start, chosen = max(places, key=lambda pair: pair[0], default=(-1, None))
     if chosen is None or start < 0:
         return None
-    active = tuple(each for each in adapters if each is chosen or not each.invocation)
-    before = unpacked(packed_prompt[max(start - MAX_MARKED, 0) * WIDTH : start * WIDTH])
-    # Ids of an image stay as they are.
-    others = ((before < 0) | (before > MAX_MARKED_TOKEN)).nonzero()[0]
-    if len(others):
-        before = before[int(others[-1]) + 1 :]
-    return Activation(start, active, before, marked_ids(_digest(active), before))
+    return Activation(start, tuple(each for each in adapters if each is chosen or not each.invocation))
 
 
 def _last(packed_tokens: bytes, wanted: tuple[int, ...]) -> int:
@@ -134,16 +99,6 @@ def _last(packed_tokens: bytes, wanted: tuple[int, ...]) -> int:
     while at % WIDTH and at >= 0:
         at = packed_tokens.rfind(pattern, 0, at + len(pattern) - 1)
     return at // WIDTH
-
-
-def _replaced(tokens: Tokens, start: int, others: Tokens, others_start: int) -> Tokens:
-    """Return tokens, of which the first is at `start`, with others in place of those at the same positions."""
-    first, end = max(start, others_start), min(start + len(tokens), others_start + len(others))
-    if first >= end:
-        return tokens
-    changed = tokens.copy()
-    changed[first - start : end - start] = others[first - others_start : end - others_start]
-    return changed
 
 
 def _digest(adapters: Adapters) -> bytes:

@@ -6,8 +6,8 @@ which are a digest of the image's pixels, the projector and the tile's place. So
 alike, and all that compares, stores or looks up token ids need not know of images. Only what computes a tile
 needs its image, and what must not end within a tile asks `before_tile`.
 
-The tokens before the invocation of an activated adapter have such ids too (`adapters.py`). By its ids alone, as the
-cache sees it, that is a tile of up to eight tokens; it is no tile for llama.cpp, which gets the tokens.
+Some tokens of text have such ids too (`cached_ids.py`). By these alone, as the cache sees them, they are a tile;
+llama.cpp gets the tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 _FIRST = -(2**30)
 """Least id of the first token of a tile. Those of the others are lower, so that ids say where tiles begin."""
-_MARK_BITS = 10
-"""Bits of a digest in the id of a token that is marked with it; the other ones are the token's."""
-MAX_MARKED_TOKEN = 2 ** (30 - _MARK_BITS) - 1
-"""Greatest token that can be marked."""
 Delimiters = tuple[int, ...]
 """Token ids between the tiles of an image."""
 
@@ -115,15 +111,3 @@ def tile_ids(digest: bytes, number: int, n_tokens: int) -> Tokens:
     ids = np.frombuffer(words, dtype="<u4") >> 2 | np.uint32(1 << 31)
     ids[0] |= 1 << 30
     return ids.astype(np.uint32).view(np.int32)
-
-
-def marked_ids(digest: bytes, tokens: Tokens) -> Tokens:
-    """Return ids like those of a tile, of which each has one of the tokens and its part of a digest.
-
-    The digest is that of all tokens too. The same id stands for the same token, whatever the digest.
-    """
-    if not len(tokens):
-        return tokens
-    ids = tile_ids(digest + tokens.astype("<i4").tobytes(), 0, len(tokens))
-    marked: Tokens = ids & ~(MAX_MARKED_TOKEN << _MARK_BITS) | tokens << _MARK_BITS
-    return marked

@@ -6,7 +6,8 @@ requests have.
 Other tenants find prefixes of the public namespace, and of no other. Only administrators send requests to it.
 
 KV depends on the LoRA adapters that it was computed with, so requests with adapters have namespaces of their own:
-the same name with a key of the adapters at its end. That holds for the public namespace as well.
+the same name with a key of the adapters at its end. So have prompts that begin with an image, or with the
+invocation of an adapter (`cached_ids.py`). That holds for the public namespace as well.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ def salt_namespace(salt: str, adapters: str = "") -> str:
     digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     tenant = _tenant_of_salt(salt)
     return (f"{tenant}.{digest}" if tenant else digest) + suffix
+
+
+def keyed_namespace(namespace: str, key: str) -> str:
+    """Return the namespace of those requests of a namespace that have a key besides; the same without one."""
+    return namespace + ("" if _ADAPTERS in namespace or not key else _ADAPTERS) + key
 
 
 def private_namespace(name: str, salt: str = "") -> str:

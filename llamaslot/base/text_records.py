@@ -78,8 +78,8 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
     n_added: int
     n_prompt: int
     n_text: int
-    adapters: str = ""
-    """`adapters_key` of the LoRA adapters that it was computed with."""
+    namespace_key: str = ""
+    """What its namespace has besides the salt: `adapters_key` of its LoRA adapters, and `CachedPrompt.key`."""
     is_text: bool = True
     """True if the prompt was text, and its tokens detokenize to that text. Prompts of token ids match no text."""
     branches: tuple[tuple[int, bytes], ...] = ()
@@ -99,10 +99,13 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
         return structs.replace(self, branches=tuple(branches[-_MAX_BRANCHES:]))
 
     def with_branch(self, tokens: Tokens) -> Session:
-        """Return the same with another sequence of the session."""
-        n = n_common(self.ids, tokens)
-        branches = *self.branches, (n, packed(tokens[n:]))
-        return structs.replace(self, branches=branches[-_MAX_BRANCHES:])
+        """Return the same with another sequence of the session, in place of those that it continues."""
+        n, path = n_common(self.ids, tokens), packed(tokens)
+        branches = [
+            (at, rest) for at, rest in self.branches if not path.startswith(self.tokens[: at * WIDTH] + rest)
+        ]
+        branches.append((n, path[n * WIDTH :]))
+        return structs.replace(self, branches=tuple(branches[-_MAX_BRANCHES:]))
 
     @property
     def ids(self) -> Tokens:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from llamaslot.base.cached_ids import cached_prompt
 from llamaslot.base.commands import DropPaths, Generate, GenerateParams
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, about
 from llamaslot.base.namespaces import salt_namespace
@@ -235,7 +236,8 @@ class PromptWorker:
         n_new = prompt.n_tokens - n_common(prompt.tokens, np.concatenate([context.prompt.tokens, generated]))
         if not MIN_NEW_TOKENS <= n_new <= job.max_new:
             return None
-        records = self._tokenizer.remember_branch(following, prompt.tokens)
+        # It activates no adapter, since what invokes one comes with the turn itself.
+        records = self._tokenizer.remember_branch(following, cached_prompt(prompt, None).ids)
         if following.session_id and not records:
             # It was dropped meanwhile.
             return None
@@ -253,6 +255,6 @@ class PromptWorker:
         dropped = self._tokenizer.memory.drop_session(digest)
         self.earlier.drop_session(digest)
         paths = tuple(
-            (salt_namespace(job.cache_salt, each.adapters), path) for each in dropped for path in each.paths
+            (salt_namespace(job.cache_salt, each.namespace_key), path) for each in dropped for path in each.paths
         )
         return DropPaths(paths, digest)

@@ -48,7 +48,8 @@ class PromptContext:
             return self
         parts = (TextPart(MEDIA_MARKER) if isinstance(part, ImagePart) else part for part in self.request.parts)
         request = replace(self.request, parts=tuple(parts))
-        return replace(self, request=request, prompt=structs.replace(self.prompt, images=()))
+        images = tuple(structs.replace(each, data=b"") for each in self.prompt.images)
+        return replace(self, request=request, prompt=structs.replace(self.prompt, images=images))
 
 
 class SentReply(NamedTuple):

@@ -31,6 +31,7 @@ from msgspec import structs
 
 from llamaslot.base.adapters import activation_of, adapters_key
 from llamaslot.base.backend import Vocab
+from llamaslot.base.cached_ids import cached_prompt
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.images import PromptImage, before_tile, tile_ids
@@ -447,11 +448,12 @@ class Tokenizer:
     def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
         """Return the session of a prompt, with the prompt and its reply as its last sequence."""
         request, text, tokens = context.request, context.text, context.prompt.tokens
+        cached = cached_prompt(context.prompt, activation_of(request.params.adapters, context.prompt.packed_tokens))
         n_added, n_prompt = len(self._added_tokens), len(tokens)
         session = Session(
             key=_session_key(request),
             session=request.session,
-            adapters=adapters_key(request.params.adapters),
+            namespace_key=adapters_key(request.params.adapters) + cached.key,
             owner=request.owner,
             tokens=packed(np.concatenate([tokens, generated])),
             n_added=n_added,
@@ -461,9 +463,10 @@ class Tokenizer:
         )
         earlier = self._session_of(request)
         session = session if earlier is None else session.continuing(earlier)
-        # The tokens before an invocation have other ids in the cache: by these, what follows is dropped too.
-        activation = activation_of(request.params.adapters, context.prompt.packed_tokens)
-        return session if activation is None else session.with_branch(activation.as_cached(0, session.ids))
+        if not cached.marked_from:
+            return session
+        # Dropping the session finds KV by the ids that the cache knows.
+        return session.with_branch(np.concatenate([cached.ids, generated]))
 
     def _session_of(self, request: TextRequest) -> Session | None:
         return self.memory.session(_session_key(request))

@@ -64,7 +64,7 @@ class CheckpointTaker:
 
     def choose_stops(self, request: Request) -> None:
         """Choose where an admitted request stops for checkpoints from which later requests may continue."""
-        checkpoints, activation = self._checkpoints, request.activation
+        checkpoints = self._checkpoints
         if not checkpoints.has_states or request.is_private:
             return
         # Looked up by tokens, because what is still to be loaded is not on the slot's path yet.
@@ -78,7 +78,7 @@ class CheckpointTaker:
             matched=request.match.n_matched if request.match is not None else 0,
             existing=positions,
             control=self._control,
-            forks=[*request.tiles.image_ends, *([activation.marked_from] if activation is not None else [])],
+            forks=[*request.tiles.image_ends, *request.marked_from],
             settings=checkpoints.settings,
             n_ctx_slot=self._n_ctx_slot,
         )
@@ -152,7 +152,7 @@ def prompt_stops(
     """Return the stops of a prompt that is computed from `start` on; its first `matched` tokens are in the tree.
 
     `existing` has the positions of checkpoints on its path, `control` the ids of control tokens, `forks` further
-    positions after which other prompts may differ: after each image, and where an adapter becomes active. The stops
+    positions after which other prompts may differ: before and after each image, and before an invocation. The stops
     at even distances continue in the reply, up to the end of the context.
     """
     n, gap, step = len(tokens), settings.min_gap, settings.limits.step

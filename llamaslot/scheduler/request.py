@@ -20,15 +20,16 @@ from msgspec.structs import replace
 
 from llamaslot.base.adapters import Adapters, activation_of, always_active
 from llamaslot.base.backend import CompiledConstraint, Sampler
+from llamaslot.base.cached_ids import cached_prompt
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.images import PromptImage, Tile
-from llamaslot.base.namespaces import private_namespace, shifted_namespace
+from llamaslot.base.namespaces import keyed_namespace, private_namespace, shifted_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats, SpeculationStats
-from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
+from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed, unpacked
 from llamaslot.kvcache.match import Acquired, LoadResult, Match
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
@@ -302,27 +303,32 @@ class Request:
         # The next turn invokes an adapter after what is computed ahead of it.
         self.activation = None if params.is_background else activation_of(params.adapters, prompt.packed_tokens)
         """Where its prompt activates an adapter, if it does."""
-        if self.activation is not None:
-            prompt = replace(prompt, packed_tokens=self.activation.cached_prompt(prompt.packed_tokens))
         self.prompt = prompt
+        """As the model knows it."""
+        cached = cached_prompt(prompt, self.activation)
+        self.marked_from = cached.marked_from
+        """Positions from which on tokens of the prompt have other ids in the cache."""
+        self.cached_prompt = packed(cached.ids)
+        """The prompt as the cache knows it, packed."""
         self.id = params.completion_id
         self.arrival = arrival
         """Order of submission; unchanged by preemption."""
         self._submitted = now
         self.tiles = Tiles(prompt.images)
-        self.tokens = TokenBuffer(prompt.tokens)
+        self.tokens = TokenBuffer(cached.ids)
         """The prompt and the tokens generated so far, as the cache knows them, without those that a context shift
         has discarded.
         """
         self.n_prompt = len(self.tokens)
         self.wants_scores = params.prompt_probs >= 0
-        can_share = self.activation is None or self.activation.can_share
-        self.is_private = self.wants_scores or not (can_share and params.cache_prompt and can_reuse)
+        self.is_private = self.wants_scores or not (params.cache_prompt and can_reuse)
         """True if it shares no KV with other requests, neither theirs nor its own."""
+        self.shared_namespace = keyed_namespace(params.namespace, cached.key)
+        """The namespace of requests that share KV with it, unless it is private."""
         self.namespace = (
             private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)
             if self.is_private
-            else params.namespace
+            else self.shared_namespace
         )
         self.miss: Miss = "" if not self.is_private else "off" if can_reuse else why_not
         """Reason why no more of its prompt was cached at the first admission."""
@@ -388,8 +394,18 @@ class Request:
 
     def inputs(self, start: int, end: int | None = None) -> Tokens:
         """Return the tokens `[start, end)` as the model knows them, or the ids of a tile."""
-        tokens = self.tokens.view(start, end)
-        return tokens if self.activation is None else self.activation.as_computed(start, tokens)
+        return self._with_prompt(self.prompt.packed_tokens, start, self.tokens.view(start, end))
+
+    def as_cached(self, start: int, computed: Tokens) -> Tokens:
+        """Return computed tokens, the first of which is at `start`, as the cache knows them."""
+        return self._with_prompt(self.cached_prompt, start, computed)
+
+    def _with_prompt(self, prompt: bytes, start: int, tokens: Tokens) -> Tokens:
+        """Return tokens with those of a prompt, packed, in place of the ones at the same positions."""
+        if not self.marked_from or start >= self.n_prompt:
+            return tokens
+        of_prompt = unpacked(prompt[start * WIDTH : (start + len(tokens)) * WIDTH])
+        return np.concatenate([of_prompt, tokens[len(of_prompt) :]])
 
     def shift(self, start: int, end: int) -> None:
         """Discard tokens `[start, end)`; the rest belongs to the namespace `shifted` from now on."""
@@ -487,8 +503,7 @@ class Request:
 
     def continues(self, other: Request) -> bool:
         """True if its prompt begins with that of another request, which may then be needless."""
-        tokens = self.prompt.packed_tokens
-        return self.namespace == other.namespace and tokens.startswith(other.prompt.packed_tokens)
+        return self.namespace == other.namespace and self.cached_prompt.startswith(other.cached_prompt)
 
     @property
     def wants_tokens(self) -> bool:

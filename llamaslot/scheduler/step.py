@@ -61,8 +61,7 @@ class Work:
 
     def as_cached(self, n: int) -> Tokens:
         """Return the first `n` tokens of the run as the cache knows them."""
-        tokens, activation = self.run.tokens[:n], self.request.activation
-        return tokens if activation is None else activation.as_cached(self.run.start, tokens)
+        return self.request.as_cached(self.run.start, self.run.tokens[:n])
 
 
 @dataclass(frozen=True, slots=True)

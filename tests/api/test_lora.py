@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.base.adapters import MAX_MARKED
+from llamaslot.base.cached_ids import MAX_MARKED_FOR_ADAPTERS
 from llamaslot.base.model import Adapter
 from tests.fake_backend import FakeBackend
 
@@ -246,7 +246,7 @@ async def test_what_invokes_an_adapter_is_listed_as_by_llama_server(start: Any) 
 
 async def test_what_precedes_an_invocation_is_shared_with_the_model_alone(start: Any) -> None:
     server = await alora_server(start)
-    n = len(PROMPT.encode()) - MAX_MARKED
+    n = len(PROMPT.encode()) - MAX_MARKED_FOR_ADAPTERS
     invoked = PROMPT + INVOKED + " 1 + 2"
     alone = await complete(server, 0, 0, prompt=invoked)
     first = await complete(server, 1, 0, prompt=invoked)
@@ -263,13 +263,15 @@ async def test_what_precedes_an_invocation_is_shared_with_the_model_alone(start:
     await complete(server, 1, 0, prompt=invoked)
     probe = {"prompt": invoked, "lora": [{"id": 0, "scale": 1}]}
     assert (await server.ok("/cache/probe", probe))["computed"] == 1
-    # What is invoked so early that the cache cannot tell its adapters is not shared.
+    # What is invoked so early that its ids could not tell the adapters is shared with the same ones alone.
     early = "abc" + INVOKED + PROMPT
-    for _ in range(2):
-        found = await server.ok("/cache/probe", probe | {"prompt": early})
-        assert (found["computed"], found["miss"]) == (found["prompt_tokens"], "off")
-        assert (await complete(server, 1, 0, prompt=early))["timings"]["cache_n"] == 0
-    assert (await server.ok("/cache/probe", {"prompt": invoked}))["computed"] == len(" <sum> 1 + 2") + MAX_MARKED
+    await complete(server, 0, 0, prompt=early)
+    for n_computed in (len("<s>" + early) - 2, 1):
+        assert (await server.ok("/cache/probe", probe | {"prompt": early}))["computed"] == n_computed
+        await complete(server, 1, 0, prompt=early)
+    assert (await server.ok("/cache/probe", {"prompt": invoked}))["computed"] == len(
+        " <sum> 1 + 2"
+    ) + MAX_MARKED_FOR_ADAPTERS
 
 
 async def test_a_session_is_dropped_with_what_follows_its_invocations(start: Any) -> None:

@@ -221,6 +221,24 @@ def test_images_are_reused_with_the_same_adapters_alone(served: Server, later: S
         assert len(set(texts)) > 2
 
 
+def test_a_session_is_dropped_with_its_images(later: Server) -> None:
+    """Also after several turns, and where the image is at the beginning of the prompt."""
+    first = [user(picture(16, 100, 60), f"What is it?{LONG}")]
+    one = chat(later, first, session_id="mine")
+    two = chat(later, going_on(first, one), session_id="mine")
+    assert two["timings"]["cache_n"] > 64
+    own = {"prompt_string": f"<__media__>{LONG}", "multimodal_data": [base64_of(picture(17, 100, 60))]}
+    body = {"prompt": own, "n_predict": 3, "session_id": "other"}
+    for _ in range(2):
+        native = later.post("/completion", body)
+    assert native["timings"]["cache_n"] > 64
+    for name, n_tokens in (("mine", two["usage"]["total_tokens"] - 12), ("other", native["tokens_evaluated"])):
+        dropped = later.delete(f"/sessions/{name}")
+        assert dropped["dropped_tokens"] + dropped["dropped_ram_tokens"] >= n_tokens, (name, dropped)
+    assert later.post("/completion", body)["timings"]["cache_n"] == 0
+    assert chat(later, going_on(first, one))["timings"]["cache_n"] < 64
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_images_that_were_computed(projector: Path, tmp_path: Path) -> None:
     chance = random.Random(1)

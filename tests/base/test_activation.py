@@ -1,14 +1,11 @@
-"""Activated adapters: where a prompt activates one, and the ids that its tokens have in the cache."""
+"""Activated adapters: where a prompt activates one."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
 
 from llamaslot.base.adapters import Adapters, activation_of, adapters_key, always_active, applied
-from llamaslot.base.images import before_tile
 from llamaslot.base.model import Adapter
 from llamaslot.base.tokens import packed
 
@@ -62,60 +59,3 @@ def test_what_comes_before_has_the_namespace_of_the_other_adapters() -> None:
     assert adapters_key(chosen(1, 0.5, 0)) == adapters_key(()) == ""
     assert adapters_key(chosen(1, 0, 1)) == adapters_key(chosen(0, 0, 1)) != ""
     assert always_active(chosen(1, 1, 1)) == chosen(0, 0, 1)
-
-
-def test_ids_are_the_same_for_the_same_adapters_alone() -> None:
-    def ids(adapters: Adapters, *tokens: int) -> tuple[int, ...]:
-        found = activation_of(adapters, packed(np.array(tokens)))
-        assert found is not None
-        return tuple(found.ids.tolist())
-
-    before = 1, 2, 3, 2**20 - 1
-    first = ids(chosen(1, 0, 0), *before, 7, 8, 2)
-    assert len(first) == 4
-    assert max(first) < 0
-    # Whatever follows, whatever order the files are loaded in, and with others that are not invoked.
-    turned = applied(LOADED[::-1], (0, 1, 1))
-    assert first == ids(chosen(1, 0, 0), *before, 7, 8) == ids(turned, *before, 7, 8, 2)
-    others = [
-        ids(chosen(0.5, 0, 0), *before, 7, 8, 2),
-        ids(chosen(1, 0, 1), *before, 7, 8, 2),
-        ids(chosen(0, 1, 0), *before, 5, 8, 2),
-    ]
-    assert len({first, *others}) == 4
-    # Each says which token it is. So an id that two of them have by chance is that of the same KV.
-    for found in (first, *others):
-        assert tuple(each >> 10 & 2**20 - 1 for each in found) == before
-    tokens = np.array((9, *first, 7, 8))
-    assert [before_tile(tokens, n) for n in range(8)] == [0, 1, 1, 1, 1, 5, 6, 7]
-
-
-def test_what_is_cached_is_computed_as_it_was_sent() -> None:
-    chance = random.Random(1)
-    for _ in range(300):
-        prompt = np.array(chance.choices((1, 5, 7, 8), k=chance.randint(1, 20)), dtype=np.int32)
-        found = activation_of(chosen(1, 1, 0), packed(prompt))
-        if found is None:
-            assert 5 not in prompt
-            continue
-        cached = found.as_cached(0, prompt)
-        assert packed(cached) == found.cached_prompt(packed(prompt))
-        is_changed = cached != prompt
-        assert is_changed.tolist() == [found.start - 8 <= i < found.start for i in range(len(prompt))]
-        assert found.can_share == (found.start >= 6)
-        start = chance.randint(0, len(prompt))
-        end = chance.randint(start, len(prompt))
-        assert np.array_equal(found.as_computed(start, cached[start:end]), prompt[start:end])
-        assert np.array_equal(found.as_cached(start, prompt[start:end]), cached[start:end])
-
-
-def test_ids_of_an_image_stay_as_they_are() -> None:
-    for tokens, n in (((-5, 7, 8), 0), ((1, 2, -5, -6, 1, 2, 7, 8, -5, -6), 2), ((2**20, *range(9), 7, 8), 8)):
-        found = activation_of(chosen(1, 0, 0), packed(np.array(tokens)))
-        assert found is not None
-        cached, start = found.as_cached(0, np.array(tokens)), found.start
-        assert len(found.ids) == n
-        assert (*cached[: start - n].tolist(), *cached[start:].tolist()) == (*tokens[: start - n], *tokens[start:])
-    found = activation_of(chosen(1, 0, 0), packed(np.array((1, 2**20, 1, 7, 8))))
-    assert found is not None
-    assert len(found.ids) == 1

@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from bench import synthetic
 from bench.lora_files import INVOCATION, write_adapter
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.adapters import MAX_MARKED, Adapters, activation_of, applied
+from llamaslot.base.adapters import Adapters, activation_of, applied
 from llamaslot.base.backend import Run
+from llamaslot.base.cached_ids import MAX_MARKED_FOR_ADAPTERS, cached_prompt
 from llamaslot.base.commands import TokensPart
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import TokenizedPrompt, packed
 from tests.backend.llama_machine import empty_pool
 from tests.backend.test_models import logits
 from tests.engine.harness import Harness, running
@@ -152,7 +154,7 @@ def test_an_adapter_is_active_from_its_last_invocation_on(backend: LlamaBackend,
 
 def test_what_precedes_it_is_shared_with_the_model_and_other_adapters(backend: LlamaBackend, serve: Any) -> None:
     one, half, two = chosen(backend, 1, 0, 0), chosen(backend, 0.5, 0, 0), chosen(backend, 0, 1, 0)
-    prompt, n_shared = [*PREFIX, *INVOKED, *WORDS[:3]], len(PREFIX) - MAX_MARKED
+    prompt, n_shared = [*PREFIX, *INVOKED, *WORDS[:3]], len(PREFIX) - MAX_MARKED_FOR_ADAPTERS
 
     async def test(engine: Harness) -> None:
         first = await reply(engine, prompt, one)
@@ -184,18 +186,22 @@ def test_without_its_invocation_it_has_no_effect(backend: LlamaBackend, serve: A
     serve(test)
 
 
-def test_an_invocation_of_one_token_is_shared_if_enough_is_before_it(backend: LlamaBackend, serve: Any) -> None:
+def test_an_invocation_of_one_token_is_shared_wherever_it_is(backend: LlamaBackend, serve: Any) -> None:
     short = backend.info.adapters[0]
-    adapters = applied([type(short)(short.path, short.digest, 1.0, invocation=(401,))], [1.0])
+    adapters = applied([replace(short, invocation=(401,))], [1.0])
 
     async def test(engine: Harness) -> None:
         found = [await reply(engine, [*PREFIX, 401], adapters) for _ in range(2)]
         assert found[0][0] == found[1][0]
-        assert found[1][1] >= len(PREFIX) - MAX_MARKED
-        for n, is_kept in ((5, False), (6, True)):
-            found = [await reply(engine, [*PREFIX[:n], 401, *WORDS[:90]], adapters) for _ in range(2)]
+        assert found[1][1] >= len(PREFIX) - MAX_MARKED_FOR_ADAPTERS
+        for n in (0, 1, 5, 6):
+            prompt = [*PREFIX[:n], 401, *WORDS[:90]]
+            found = [await reply(engine, prompt, adapters) for _ in range(2)]
             assert found[0][0] == found[1][0]
-            assert (found[1][1] > 0) == is_kept
+            assert found[1][1] >= n
+            # The model alone has computed nothing of it, and other scales either.
+            for other in ((), applied([replace(short, invocation=(401,))], [0.5])):
+                assert (await reply(engine, prompt, other))[1] <= n
 
     serve(test)
 
@@ -209,9 +215,9 @@ def test_scales_whose_first_ids_are_alike_share_nothing_that_depends_on_them(
     one = chosen(backend, 1, 0, 0)
 
     def first_id(adapters: Adapters) -> int:
-        found = activation_of(adapters, packed(np.array(tokens)))
-        assert found is not None
-        return int(found.ids[0])
+        prompt = TokenizedPrompt(packed(np.array(tokens)))
+        cached = cached_prompt(prompt, activation_of(adapters, prompt.packed_tokens))
+        return int(cached.ids[cached.marked_from[0]])
 
     others = [chosen(backend, -100 + i / 1000, 0, 0) for i in range(10_000)]
     alike = [each for each in others if first_id(each) == first_id(one)]

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.base.adapters import applied
+from llamaslot.base.cached_ids import MAX_MARKED_FOR_IMAGE
 from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished
 from llamaslot.base.images import ImageLayout, ImageSize
@@ -138,7 +139,7 @@ async def test_another_image_is_never_reused() -> None:
     async with running(backend) as engine:
         await engine.submit("1", parts_of("look: 1 what"))
         other = finished(await engine.submit("2", parts_of("look: 4 what")))
-        assert other.progress.n_cached == len("look: ") + 1 + len("<i>")
+        assert other.progress.n_cached == 1 + len("look: <i>") - MAX_MARKED_FOR_IMAGE
         assert engine.text("2") == await answer("look: 4 what")
 
 
@@ -255,8 +256,10 @@ async def test_nothing_is_drafted_from_an_image(monkeypatch: pytest.MonkeyPatch)
         # What a step costs must be known before anything is drafted.
         await engine.submit("before", "abc", max_tokens=20, sampling=ENDLESS)
         steps, fields = Steps(engine.engine), {"max_tokens": 5, "max_draft": 7, "sampling": ENDLESS}
-        end = finished(await engine.submit("1", parts_of(f"what does it say {BARE} and what does it sa"), **fields))
-        assert steps.counts["longest"] == 1, "the space before it"
+        end = finished(
+            await engine.submit("1", parts_of(f"what does it say, sir {BARE} and what does it sa"), **fields)
+        )
+        assert steps.counts["longest"] == len(", sir ") - MAX_MARKED_FOR_IMAGE
         assert (engine.text("1"), end.reason) == ("y" * 5, "limit")
 
 

@@ -83,7 +83,7 @@ def test_all_segments_of_an_image_are_loaded_at_once() -> None:
     request = driver.submit_image("1", n_tiles=3)
     driver.finish(request)
     ends = [each.end for plan in driver.plans for each in plan.operations if isinstance(each, Load)]
-    assert len(ends) > 4
+    assert len(ends) > 3
     assert max(b - a for a, b in pairwise(ends)) >= N_TILE
     assert driver.backend.n_tiles_encoded == 3
     assert request.n_prompt_computed == 1
