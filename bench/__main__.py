@@ -54,7 +54,7 @@ from bench.soak import run as soak
 from bench.suite import run as suite
 from bench.synthetic import SHAPES
 from bench.traces import run as traces
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 
 QUICK = ("llama-server -kvu", "llamaslot")
 """Servers of a quick look."""

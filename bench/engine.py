@@ -20,7 +20,7 @@ from bench.report import decode_rate, notes
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags, read_config
 from llamaslot.app.logs import configure_logging
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.app.runtime.engine_host import llama_settings
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.commands import Generate, GenerateParams

@@ -34,7 +34,7 @@ from bench.quoting import CHAT, LONGEST, REWRITE, TOOLS, ChainPrompts, Prompt, P
 from bench.report import ROOT, Summary, console, machine, model_file, new_table, notes, write_json
 from bench.server import Server, serving
 from bench.tokens import Tokens
-from llamaslot.app.models import DEFAULT, resolve_model
+from llamaslot.app.model_files import DEFAULT, resolve_model
 from llamaslot.base.errors import ConfigError
 
 REAL = DEFAULT

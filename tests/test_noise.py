@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.generation.sampling import Sampling
 from tests.noise import Noise

@@ -27,7 +27,7 @@ from bench.peers.workloads import MANY, REAL, WORKLOADS
 from bench.progress import duration
 from bench.report import ROOT, machine, model_file, notes, replaced_part, rounded, wrapped
 from bench.tokens import Tokens
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 
 FOLDER = ROOT / "bench" / "published"
 README = ROOT / "README.md"

@@ -24,7 +24,7 @@ from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.credentials import Access, ApiKeys
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
-from llamaslot.api.model_choice import NEEDS, choose_model
+from llamaslot.api.model_choice import REQUIRES, choose_model
 from llamaslot.api.responses.responses import RESPONSES, RUNNING
 from llamaslot.api.responses.store import ResponseStore
 from llamaslot.api.routes import ROUTES
@@ -49,7 +49,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[SETTINGS] = settings
     app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file)
     app[ACCESS] = {**{route.handler: route.access for route in ROUTES}, page: Access.PUBLIC}
-    app[NEEDS] = {route.handler: route.needs for route in ROUTES}
+    app[REQUIRES] = {route.handler: route.requires for route in ROUTES}
     app[BODY_READER] = BodyReader(settings)
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes

@@ -19,7 +19,7 @@ from llamaslot.protocol.bodies import decode
 from llamaslot.service.models import ServedModel
 
 
-class Needs(Enum):
+class Requires(Enum):
     """Requirement of an endpoint on a model."""
 
     NOTHING = "nothing"
@@ -37,7 +37,7 @@ class Needs(Enum):
     """... and of one that scores documents."""
 
 
-NEEDS = web.AppKey("NEEDS", dict[Any, Needs])
+REQUIRES = web.AppKey("REQUIRES", dict[Any, Requires])
 """Requirement of each handler's endpoint."""
 
 
@@ -54,49 +54,49 @@ _BODY: Any = _Named | list[msgspec.Raw]
 @web.middleware
 async def choose_model(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give a request the service of the model that it is for; load that if the endpoint needs it."""
-    needs = request.app[NEEDS].get(request.match_info.handler, Needs.NOTHING)
-    if needs is Needs.NOTHING:
+    requires = request.app[REQUIRES].get(request.match_info.handler, Requires.NOTHING)
+    if requires is Requires.NOTHING:
         return await handler(request)
     models = request.app[READINESS].check()
-    if needs is Needs.ANY_PROCESSES:
+    if requires is Requires.ANY_PROCESSES:
         request[SERVICE] = models.any_running()
         return await handler(request)
     name = request.query.get("model", "")
     if models.is_one or name or not has_body(request):
-        return await _answer(request, handler, needs, name)
+        return await _answer(request, handler, requires, name)
     async with request.app[BODY_READER].received(request) as raw:
         # On the event loop: msgspec skips all other fields.
         name = getattr(decode(raw, _BODY), "model", None) or ""
         del raw
-        return await _answer(request, handler, needs, name)
+        return await _answer(request, handler, requires, name)
 
 
-async def _answer(request: web.Request, handler: Handler, needs: Needs, name: str) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler, requires: Requires, name: str) -> web.StreamResponse:
     models = request.app[READINESS].check()
-    if needs is Needs.PROCESSES:
+    if requires is Requires.PROCESSES:
         request[SERVICE] = models.running(name)
         return await handler(request)
     model = models.find(name)
-    _check_task(needs, model)
+    _check_task(requires, model)
     async with models.use(name) as service:
         # Its file may have said that it is a reranker.
-        _check_task(needs, model)
+        _check_task(requires, model)
         request[SERVICE] = service
         return await handler(request)
 
 
-def _check_task(needs: Needs, model: ServedModel) -> None:
+def _check_task(requires: Requires, model: ServedModel) -> None:
     """Raise `NotSupportedError` for what a model was not started for, as far as that is known by now."""
-    match needs, model.task:
-        case Needs.EMBEDDING, "completion":
+    match requires, model.task:
+        case Requires.EMBEDDING, "completion":
             raise NotSupportedError("this server does not compute embeddings; start it with --embeddings")
-        case Needs.EMBEDDING, "rerank":
+        case Requires.EMBEDDING, "rerank":
             # llama.cpp has only scores then.
             raise NotSupportedError("this server computes scores only; start it with another --pooling")
-        case Needs.RERANK, "embedding" if model.info is None:
+        case Requires.RERANK, "embedding" if model.info is None:
             pass
-        case Needs.RERANK, "completion" | "embedding":
+        case Requires.RERANK, "completion" | "embedding":
             raise NotSupportedError("this server does not rerank; start it with --reranking")
-        case Needs.COMPLETION, "embedding" | "rerank" as task:
+        case Requires.COMPLETION, "embedding" | "rerank" as task:
             flag = "--reranking" if task == "rerank" else "--embeddings"
             raise NotSupportedError(f"this server generates no text; start it without {flag}")

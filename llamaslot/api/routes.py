@@ -28,7 +28,7 @@ from llamaslot.api.credentials import Access
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, PromptProgress, Timings, TokenCount
 from llamaslot.api.http_errors import AnthropicError, ErrorBody, Handler, OllamaError, is_anthropic, is_ollama
 from llamaslot.api.middleware import SESSION_HEADERS
-from llamaslot.api.model_choice import Needs
+from llamaslot.api.model_choice import Requires
 from llamaslot.api.responses import bodies as response_types
 from llamaslot.api.responses import responses
 from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, N_FIRST, Compaction
@@ -384,7 +384,7 @@ class Route(msgspec.Struct, frozen=True):
     """The reply's."""
     stream_type: str = EVENTS
     """That of a reply in `chunks`."""
-    needs: Needs = Needs.MODEL
+    requires: Requires = Requires.MODEL
     """Its requirement on the model."""
 
     @property
@@ -456,10 +456,10 @@ _ROUTES = (
         (Health,),
         alias="/v1/health",
         access=Access.PUBLIC,
-        needs=Needs.NOTHING,
+        requires=Requires.NOTHING,
     ),
-    Route("GET", "/v1/models", server_endpoints.models, (Models,), alias="/models", needs=Needs.NOTHING),
-    Route("GET", "/v1/models/{name:.+}", server_endpoints.model, (Model,), needs=Needs.NOTHING),
+    Route("GET", "/v1/models", server_endpoints.models, (Models,), alias="/models", requires=Requires.NOTHING),
+    Route("GET", "/v1/models/{name:.+}", server_endpoints.model, (Model,), requires=Requires.NOTHING),
     Route(
         "POST",
         "/models/load",
@@ -467,7 +467,7 @@ _ROUTES = (
         (server_endpoints.Success,),
         (server_endpoints.ModelBody,),
         access=Access.ADMIN,
-        needs=Needs.NOTHING,
+        requires=Requires.NOTHING,
     ),
     Route(
         "POST",
@@ -476,18 +476,32 @@ _ROUTES = (
         (server_endpoints.Success,),
         (server_endpoints.ModelBody,),
         access=Access.ADMIN,
-        needs=Needs.NOTHING,
+        requires=Requires.NOTHING,
     ),
-    Route("GET", "/props", server_endpoints.props, (Props, RouterProps), parameters=(_MODEL,), needs=Needs.NOTHING),
+    Route(
+        "GET",
+        "/props",
+        server_endpoints.props,
+        (Props, RouterProps),
+        parameters=(_MODEL,),
+        requires=Requires.NOTHING,
+    ),
     Route(
         "GET",
         "/slots",
         cache_endpoints.slots,
         (list[Slot],),
         parameters=(_NO_SLOT, _MODEL),
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
-    Route("GET", "/cache", cache_endpoints.cache, (CacheState,), parameters=(_TOP, _MODEL), needs=Needs.PROCESSES),
+    Route(
+        "GET",
+        "/cache",
+        cache_endpoints.cache,
+        (CacheState,),
+        parameters=(_TOP, _MODEL),
+        requires=Requires.PROCESSES,
+    ),
     Route(
         "GET",
         "/cache/advice",
@@ -495,7 +509,7 @@ _ROUTES = (
         (CacheAdvice,),
         parameters=(_MODEL,),
         access=Access.ADMIN,
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
     Route(
         "GET",
@@ -504,7 +518,7 @@ _ROUTES = (
         (str,),
         parameters=(_MODEL,),
         content_type="text/plain",
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
     Route(
         "GET",
@@ -515,9 +529,9 @@ _ROUTES = (
         parameters=(_TOP, _MODEL),
         access=Access.ADMIN,
         content_type=EVENTS,
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
-    Route("GET", PATH, openapi, (dict[str, Any],), needs=Needs.NOTHING),
+    Route("GET", PATH, openapi, (dict[str, Any],), requires=Requires.NOTHING),
     Route(
         "POST",
         _CHATS,
@@ -527,7 +541,7 @@ _ROUTES = (
         (ChatChunk,),
         _SESSION,
         alias="/chat/completions",
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
     Route(
         "POST",
@@ -544,25 +558,25 @@ _ROUTES = (
         stored_chats.list_chats,
         (ListReply[StoredChatReply],),
         parameters=(*_page(0), _parameter("model", "query", _STRING)),
-        needs=Needs.ANY_PROCESSES,
+        requires=Requires.ANY_PROCESSES,
     ),
-    Route("GET", _CHAT_BY_ID, stored_chats.retrieve, (StoredChatReply,), needs=Needs.NOTHING),
+    Route("GET", _CHAT_BY_ID, stored_chats.retrieve, (StoredChatReply,), requires=Requires.NOTHING),
     Route(
         "POST",
         _CHAT_BY_ID,
         stored_chats.update,
         (StoredChatReply,),
         (bodies.StoredChatBody,),
-        needs=Needs.NOTHING,
+        requires=Requires.NOTHING,
     ),
-    Route("DELETE", _CHAT_BY_ID, stored_chats.delete, (stored_chats.ChatDeleted,), needs=Needs.NOTHING),
+    Route("DELETE", _CHAT_BY_ID, stored_chats.delete, (stored_chats.ChatDeleted,), requires=Requires.NOTHING),
     Route(
         "GET",
         f"{_CHAT_BY_ID}/messages",
         stored_chats.list_messages,
         _ITEMS,
         parameters=_page(0),
-        needs=Needs.ANY_PROCESSES,
+        requires=Requires.ANY_PROCESSES,
     ),
     Route(
         "POST",
@@ -573,7 +587,7 @@ _ROUTES = (
         _EVENTS,
         _SESSION,
         alias=LLAMA_SERVER_PATH,
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
     Route(
         "POST",
@@ -591,18 +605,18 @@ _ROUTES = (
         (ResponsesBody,),
         (),
         _SESSION,
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
-    Route("POST", f"{_RESPONSE_BY_ID}/cancel", responses.cancel, _RESPONSE, needs=Needs.NOTHING),
-    Route("GET", _RESPONSE_BY_ID, responses.retrieve, _RESPONSE, (), _EVENTS, _STREAM, needs=Needs.NOTHING),
-    Route("DELETE", _RESPONSE_BY_ID, responses.delete, (response_types.Deleted,), needs=Needs.NOTHING),
+    Route("POST", f"{_RESPONSE_BY_ID}/cancel", responses.cancel, _RESPONSE, requires=Requires.NOTHING),
+    Route("GET", _RESPONSE_BY_ID, responses.retrieve, _RESPONSE, (), _EVENTS, _STREAM, requires=Requires.NOTHING),
+    Route("DELETE", _RESPONSE_BY_ID, responses.delete, (response_types.Deleted,), requires=Requires.NOTHING),
     Route(
         "GET",
         f"{_RESPONSE_BY_ID}/input_items",
         responses.input_items,
         _ITEMS,
         parameters=_page(1),
-        needs=Needs.ANY_PROCESSES,
+        requires=Requires.ANY_PROCESSES,
     ),
     Route(
         "POST",
@@ -612,7 +626,7 @@ _ROUTES = (
         _TEXT,
         (TextReply,),
         _SESSION,
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
     Route(
         "POST",
@@ -622,7 +636,7 @@ _ROUTES = (
         (MessagesBody,),
         (anthropic.Event,),
         _SESSION,
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
     Route(
         "POST",
@@ -641,7 +655,7 @@ _ROUTES = (
         (ollama.OllamaChatReply,),
         _SESSION,
         stream_type=JSON_LINES,
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
     Route(
         "POST",
@@ -652,7 +666,7 @@ _ROUTES = (
         (ollama.OllamaGenerateReply,),
         _SESSION,
         stream_type=JSON_LINES,
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
     Route(
         "POST",
@@ -660,7 +674,7 @@ _ROUTES = (
         ollama.embed,
         (ollama.OllamaEmbedReply,),
         (OllamaEmbedBody,),
-        needs=Needs.EMBEDDING,
+        requires=Requires.EMBEDDING,
     ),
     Route(
         "POST",
@@ -668,12 +682,14 @@ _ROUTES = (
         ollama.embeddings,
         (ollama.OllamaEmbeddingsReply,),
         (OllamaEmbeddingsBody,),
-        needs=Needs.EMBEDDING,
+        requires=Requires.EMBEDDING,
     ),
-    Route("POST", "/api/show", ollama.show, (ollama.OllamaShown,), (ollama.OllamaShowBody,), needs=Needs.NOTHING),
-    Route("GET", "/api/tags", ollama.tags, (ollama.OllamaModels,), needs=Needs.NOTHING),
-    Route("GET", "/api/ps", ollama.ps, (ollama.OllamaRunning,), needs=Needs.NOTHING),
-    Route("GET", "/api/version", ollama.version, (ollama.OllamaVersion,), needs=Needs.NOTHING),
+    Route(
+        "POST", "/api/show", ollama.show, (ollama.OllamaShown,), (ollama.OllamaShowBody,), requires=Requires.NOTHING
+    ),
+    Route("GET", "/api/tags", ollama.tags, (ollama.OllamaModels,), requires=Requires.NOTHING),
+    Route("GET", "/api/ps", ollama.ps, (ollama.OllamaRunning,), requires=Requires.NOTHING),
+    Route("GET", "/api/version", ollama.version, (ollama.OllamaVersion,), requires=Requires.NOTHING),
     Route(
         "POST",
         "/completion",
@@ -683,16 +699,18 @@ _ROUTES = (
         _NATIVE_CHUNKS,
         _SESSION,
         alias="/completions",
-        needs=Needs.COMPLETION,
+        requires=Requires.COMPLETION,
     ),
-    Route("POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION, needs=Needs.COMPLETION),
+    Route(
+        "POST", "/infill", native.infill, _NATIVE, _INFILL, _NATIVE_CHUNKS, _SESSION, requires=Requires.COMPLETION
+    ),
     Route(
         "POST",
         "/v1/embeddings",
         embeddings.embeddings,
         (embeddings.EmbeddingsReply, _NATIVE_EMBEDDINGS),
         _EMBEDDING,
-        needs=Needs.EMBEDDING,
+        requires=Requires.EMBEDDING,
     ),
     Route(
         "POST",
@@ -701,7 +719,7 @@ _ROUTES = (
         (_NATIVE_EMBEDDINGS,),
         _EMBEDDING,
         alias="/embeddings",
-        needs=Needs.EMBEDDING,
+        requires=Requires.EMBEDDING,
     ),
     Route(
         "POST",
@@ -710,7 +728,7 @@ _ROUTES = (
         _RANKS,
         (bodies.RerankBody,),
         alias="/v1/reranking",
-        needs=Needs.RERANK,
+        requires=Requires.RERANK,
     ),
     Route(
         "POST",
@@ -719,7 +737,7 @@ _ROUTES = (
         _RANKS,
         (bodies.RerankBody,),
         alias="/reranking",
-        needs=Needs.RERANK,
+        requires=Requires.RERANK,
     ),
     Route("POST", "/apply-template", server_endpoints.apply_template, (TemplateReply,), _CHAT),
     Route(
@@ -729,9 +747,18 @@ _ROUTES = (
         (CacheCleared,),
         parameters=(_TIER, _MODEL),
         access=Access.ADMIN,
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
-    Route("POST", "/cache/probe", cache_endpoints.probe, (CacheProbe,), _ANY, (), _SESSION, needs=Needs.PROCESSES),
+    Route(
+        "POST",
+        "/cache/probe",
+        cache_endpoints.probe,
+        (CacheProbe,),
+        _ANY,
+        (),
+        _SESSION,
+        requires=Requires.PROCESSES,
+    ),
     Route(
         "POST",
         "/cache/warm",
@@ -756,7 +783,7 @@ _ROUTES = (
         server_endpoints.lora_adapters,
         (list[server_endpoints.LoraAdapter],),
         parameters=(_MODEL,),
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
     Route(
         "POST",
@@ -766,7 +793,7 @@ _ROUTES = (
         (list[bodies.AdapterScale],),
         parameters=(_MODEL,),
         access=Access.ADMIN,
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
     Route("POST", "/tokenize", server_endpoints.tokenize, (TokenizeReply,), (bodies.TokenizeBody,)),
     Route("POST", "/detokenize", server_endpoints.detokenize, (DetokenizeReply,), (bodies.DetokenizeBody,)),
@@ -776,7 +803,7 @@ _ROUTES = (
         server_endpoints.tokenizer_info,
         (server_endpoints.TokenizerInfo,),
         parameters=(_MODEL,),
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
     Route(
         "DELETE",
@@ -786,7 +813,7 @@ _ROUTES = (
         (bodies.SessionBody,),
         parameters=(_MODEL,),
         body_required=False,
-        needs=Needs.PROCESSES,
+        requires=Requires.PROCESSES,
     ),
 )
 ROUTES = tuple(structs.replace(route, path=path) for route in _ROUTES for path in (route.path, route.alias) if path)

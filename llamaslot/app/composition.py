@@ -26,8 +26,8 @@ import structlog
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed, read_template
 from llamaslot.app.model_config import check_files
+from llamaslot.app.model_files import resolve_model
 from llamaslot.app.model_table import ModelEntry
-from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import OnProgress, Runtime
 from llamaslot.base.errors import stopped_error
 from llamaslot.processes.messages import Loaded

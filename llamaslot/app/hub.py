@@ -30,7 +30,7 @@ import msgspec
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from llamaslot.app.models import nearest_projector
+from llamaslot.app.model_files import nearest_projector
 from llamaslot.base.errors import ConfigError
 
 _TIMEOUT_S = 10.0

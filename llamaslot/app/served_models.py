@@ -23,15 +23,15 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
 from llamaslot.app.model_config import check_files, projector_file
+from llamaslot.app.model_files import resolve_model
 from llamaslot.app.model_table import ModelEntry, naming
-from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.children import Runtime
 from llamaslot.base.errors import ConfigError, stopped_error
 from llamaslot.base.files import parts
 from llamaslot.base.model import CPU, ModelInfo
 from llamaslot.processes.messages import Loaded
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.models import KEPT_BYTES, Models, ServedModel, Task
+from llamaslot.service.models import KEPT_BYTES, Models, ModelTask, ServedModel
 from llamaslot.service.service import Service
 
 _MEMORY_FRACTION = 0.85
@@ -139,7 +139,7 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     )
 
 
-def task_by_flags(config: Config) -> Task:
+def task_by_flags(config: Config) -> ModelTask:
     """Return what a model is to do, by its flags."""
     if config.reranking or (config.embeddings and config.pooling == "rank"):
         return "rerank"

@@ -8,7 +8,7 @@ import re
 import shtab
 
 from llamaslot.app.config import options
-from llamaslot.app.models import known_models
+from llamaslot.app.model_files import known_models
 from llamaslot.cli.main import command_line
 
 _SHELLS = ("bash", "zsh", "fish")

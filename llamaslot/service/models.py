@@ -57,7 +57,7 @@ KEPT_BYTES = 320 * 2**20
 _GROWTH = 1.15
 """Memory of a model once it is used, as a multiple of that when it was loaded: buffers are touched later."""
 
-Task: TypeAlias = Literal["completion", "embedding", "rerank"]
+ModelTask: TypeAlias = Literal["completion", "embedding", "rerank"]
 
 
 class Processes(Protocol):
@@ -102,7 +102,7 @@ class ServedModel:
     idle_seconds: float = 0
     """Unload it after so many seconds without a request; 0: never."""
     tags: Sequence[str] = ()
-    task_by_flags: Task = "completion"
+    task_by_flags: ModelTask = "completion"
     """Its task, by its flags."""
     has_projector: bool = False
     """True if it has a projector, by its flags."""
@@ -137,7 +137,7 @@ class ServedModel:
         return self.names[0]
 
     @property
-    def task(self) -> Task:
+    def task(self) -> ModelTask:
         """Its task; until it was loaded, by its flags alone: its file may say that it is a reranker."""
         if self.info is None:
             return self.task_by_flags

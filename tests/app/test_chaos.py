@@ -49,7 +49,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaSettings
 from tests.app.test_crashes import STORY, engine_of, is_healthy, n_running, outcome, wait
 from tests.conftest import LONG, new_seed

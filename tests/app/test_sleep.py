@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from tests.app.test_crashes import STORY, engine_of, outcome, wait
 from tests.live import Server, serving
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.base import files
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import check_metadata, parts

@@ -197,7 +197,8 @@ _slow = pytest.mark.skipif(not LONG, reason="each pull is a process, and takes s
 def listed(digest: str) -> str:
     """Code that puts the file into models.txt."""
     line = f"some {REPO} {FILE} shape sha256:{digest}"
-    return f"from llamaslot.app import models\nmodels.known_models = lambda: models.parse_models({line!r})"
+    patched = f"lambda: model_files.parse_models({line!r})"
+    return f"from llamaslot.app import model_files\nmodel_files.known_models = {patched}"
 
 
 async def test_a_listed_digest_is_checked_before_the_download(puller: Puller, hub: FakeHub):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.projector_files import write_projector
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from tests.app.test_mmproj import WIDTH
 from tests.fake_hub import FakeHub, StoredFile
 from tests.forked import Command

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from bench.demo.corpus import held_out
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.commands import TextPart, TokensPart
 from llamaslot.base.events import Finished

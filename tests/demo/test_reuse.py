@@ -18,7 +18,7 @@ import pytest
 from llama_cpp._ggml import libggml
 
 from bench.demo.corpus import held_out
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend import page_locked
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batch, library
 from llamaslot.backend.llama.operations import KvOperations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.demo.corpus import held_out
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.commands import SlotAction, SlotActionDone, TokensPart

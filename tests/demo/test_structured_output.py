@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from bench import synthetic
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError

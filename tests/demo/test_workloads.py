@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from bench.demo.corpus import held_out
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Draws, Run

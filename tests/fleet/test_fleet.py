@@ -24,7 +24,7 @@ from bench.fleet.processes import PROGRAM, FleetProcess, running
 from bench.fleet.setups import MODEL
 from bench.fleet.traffic import Api, Attempt, Conversation, Lengths, Target, Traffic, new_session
 from bench.tokens import Tokens, fewest
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 
 KEY = "key-of-a-client"
 LENGTHS = Lengths(system=100, user=10, reply=6)

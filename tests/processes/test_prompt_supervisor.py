@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from llamaslot.app.config import Config
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.base.callers import Caller
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import llama_cpp
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.vocab import LlamaVocab
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import platformdirs
 
 from llamaslot.app import model_wheels
-from llamaslot.app.models import DEFAULT, find_model
+from llamaslot.app.model_files import DEFAULT, find_model
 from llamaslot.base.errors import ConfigError
 from tests.real.minilm import write_minilm
 

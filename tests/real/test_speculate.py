@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.app.models import resolve_model
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.events import Finished
 from llamaslot.base.generation.sampling import Sampling

@@ -21,7 +21,7 @@ from llamaslot.app.config import Config
 from llamaslot.app.doctor import Check, fail, ok, shown_size, warn
 from llamaslot.app.logs import configure_logging
 from llamaslot.app.model_config import metadata_overrides
-from llamaslot.app.models import DEFAULT, EMBEDDED, find_model, local_file, resolve_model
+from llamaslot.app.model_files import DEFAULT, EMBEDDED, find_model, local_file, resolve_model
 from llamaslot.app.start_lines import HostGpu, unused_gpu
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.files import check_metadata, parts

@@ -11,14 +11,14 @@ from llamaslot.app.config import Config
 from llamaslot.app.doctor import Check, Outcome
 from llamaslot.app.doctor import llama_checks as module
 from llamaslot.app.doctor.llama_checks import LlamaFacts, ask_llama, default_model, llama_checks, model_file
-from llamaslot.app.models import DEFAULT, find_model, wheel_file
+from llamaslot.app.model_files import DEFAULT, find_model, wheel_file
 from llamaslot.app.start_lines import HostGpu
 
 NVIDIA = HostGpu("NVIDIA", has_driver=True, cmake_args="-DGGML_CUDA=on")
 
 
 def test_a_default_model_that_is_not_here_yet_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamaslot.app.models.platformdirs.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("llamaslot.app.model_files.platformdirs.user_cache_path", lambda name: tmp_path / name)
     coming, missing = default_model(offline=False), default_model(offline=True)
     assert coming is not None
     assert coming.outcome is Outcome.OK

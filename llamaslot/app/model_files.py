@@ -53,7 +53,7 @@ class Wheel(msgspec.Struct, frozen=True):
     """In bytes."""
 
 
-class Model(msgspec.Struct, frozen=True):
+class NamedModel(msgspec.Struct, frozen=True):
     """A GGUF file that is given by name instead of a path."""
 
     name: str
@@ -72,12 +72,12 @@ class Model(msgspec.Struct, frozen=True):
     """Settings of the server that suit it, by their names in the configuration."""
 
 
-def parse_models(text: str) -> dict[str, Model]:
+def parse_models(text: str) -> dict[str, NamedModel]:
     """Return the models listed in `text`, by name and in its order.
 
     Raises ConfigError that names the line.
     """
-    models: dict[str, Model] = {}
+    models: dict[str, NamedModel] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -91,7 +91,7 @@ def parse_models(text: str) -> dict[str, Model]:
     return models
 
 
-def _parse_line(line: str) -> Model:
+def _parse_line(line: str) -> NamedModel:
     columns = line.split(maxsplit=4)
     if len(columns) < 4:
         form = "NAME REPO FILE CHECKED [sha256:DIGEST] [set:SETTINGS] [NOTE]"
@@ -113,7 +113,7 @@ def _parse_line(line: str) -> Model:
     if digest and not _SHA256.fullmatch(digest):
         raise ValueError(f"{digest!r} is not sha256: and 64 lower-case hexadecimal digits")
     given, _, note = rest.partition(" ") if rest.startswith("set:") else ("", "", rest)
-    model = Model(
+    model = NamedModel(
         name,
         repo,
         file,
@@ -140,12 +140,12 @@ def _settings(text: str) -> dict[str, float | str]:
     return settings
 
 
-def known_models() -> dict[str, Model]:
+def known_models() -> dict[str, NamedModel]:
     """Return the models of this package's models.txt."""
     return parse_models(resources.files("llamaslot").joinpath("models.txt").read_text("utf-8"))
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> NamedModel:
     """Return the model that `name` stands for: a name of models.txt, or `OWNER/REPO:FILE.gguf`.
 
     Raises ConfigError that suggests a similar name if there is one.
@@ -154,13 +154,13 @@ def find_model(name: str) -> Model:
     if name in models:
         return models[name]
     if reference := _REFERENCE.fullmatch(name):
-        return Model(name, reference[1], reference[2], "nothing")
+        return NamedModel(name, reference[1], reference[2], "nothing")
     if nearest := difflib.get_close_matches(name, models, n=1):
         raise ConfigError(f"unknown model {name!r}; did you mean {nearest[0]!r}?")
     raise ConfigError(f"unknown model {name!r}; give one of {', '.join(models)}, or OWNER/REPO:FILE.gguf")
 
 
-def check_digest(model: Model, path: Path) -> None:
+def check_digest(model: NamedModel, path: Path) -> None:
     """Raise `ConfigError` if the model's file does not have the digest in models.txt."""
     if not model.sha256:
         return
@@ -178,13 +178,13 @@ def check_digest(model: Model, path: Path) -> None:
         )
 
 
-def wheel_file(model: Model) -> Path:
+def wheel_file(model: NamedModel) -> Path:
     """Return where the file of a model from a wheel is kept: in a folder that is another one for other content."""
     folder = platformdirs.user_cache_path("llamaslot") / "models" / f"{model.name}-{model.sha256[:8]}"
     return folder / PurePosixPath(model.file).name
 
 
-def local_file(model: Model) -> Path | None:
+def local_file(model: NamedModel) -> Path | None:
     """Return the path of `model` on this machine; None if it is not there."""
     if model.wheel:
         path = wheel_file(model)
