@@ -231,8 +231,9 @@ class Admission:
     def _start(self, request: Request, slots: Sequence[int], now: float) -> None:
         is_background = request.params.is_background
         is_new = request.slot < 0 and not is_background
-        adapters = request.params.adapters
-        apart = [each.slot for each in self._running() if each.params.adapters != adapters]
+        # Those of replies, which take most steps.
+        adapters = request.adapters_at(request.n_prompt)
+        apart = [each.slot for each in self._running() if each.adapters_at(each.n_prompt) != adapters]
         acquired = self._cache.acquire(slots, self.match(request), is_new=is_new, apart=apart)
         request.admit(acquired, now)
         self._slots[request.slot].request = request
