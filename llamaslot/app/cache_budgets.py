@@ -9,7 +9,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import CheckpointLimits, ModelInfo, StateKind
 from llamaslot.kvcache.cache_settings import Budgets, part_cells
 
-_MAX_AUTO_RAM_BYTES = 8 * 2**30
+MAX_AUTO_RAM_BYTES = 8 * 2**30
 """Upper limit of `--cache-ram auto`: llama-server's default for `--cache-ram`."""
 _AUTO_RAM_FRACTION = 0.5
 """Fraction of free memory that `--cache-ram auto` uses."""
@@ -84,7 +84,7 @@ def why_not_offloaded(config: Config, info: ModelInfo) -> str:
 
 def _ram_bytes(config: Config, n_free: int) -> int:
     if config.cache_ram == "auto":
-        return min(int(n_free * _AUTO_RAM_FRACTION), _MAX_AUTO_RAM_BYTES)
+        return min(int(n_free * _AUTO_RAM_FRACTION), MAX_AUTO_RAM_BYTES)
     return n_free if config.cache_ram < 0 else config.cache_ram * _MIB
 
 

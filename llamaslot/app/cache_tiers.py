@@ -116,9 +116,14 @@ def kv_key(info: ModelInfo, weights: bytes) -> bytes:
     return hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
 
 
+def auto_disk_bytes(folder: Path, n_own: int = 0) -> int:
+    """Return the bytes of `--cache-disk-size auto` for an existing folder, which has `n_own` bytes of the tier."""
+    return min(int((shutil.disk_usage(folder).free + n_own) * _AUTO_DISK_FRACTION), _MAX_AUTO_BYTES)
+
+
 def _capacity(disk: DiskStore, config: Config, n_least: int) -> int:
     if config.cache_disk_size == "auto":
-        return min(int((shutil.disk_usage(disk.folder).free + disk.n_bytes) * _AUTO_DISK_FRACTION), _MAX_AUTO_BYTES)
+        return auto_disk_bytes(disk.folder, disk.n_bytes)
     n_bytes = config.cache_disk_size * _MIB
     if n_bytes < n_least:
         raise ConfigError(

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import structlog
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.app.cache_budgets import MAX_AUTO_RAM_BYTES
+from llamaslot.app.cache_tiers import auto_disk_bytes
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
@@ -38,10 +40,6 @@ _MEMORY_FRACTION = 0.85
 """Fraction of free memory that `--models-memory auto` uses."""
 _RAM_FRACTION = 0.25
 """Fraction of `--models-memory` that `--cache-ram auto` uses, and -1 too."""
-_MAX_AUTO_RAM_BYTES = 8 * 2**30
-_MAX_AUTO_DISK_BYTES = 64 * 2**30
-_AUTO_DISK_FRACTION = 0.5
-"""As for a server of one model."""
 _WEIGHTS_FACTOR = 1.1
 _COMPUTE_BYTES = 512 * 2**20
 """A model is expected to take so much more than its file, until it has been loaded once."""
@@ -85,30 +83,12 @@ async def load_service(
 
 def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
     """Return the models of a server that may have several; none is loaded. Raises `ConfigError`."""
-    # It brings numpy, which a server of one model does not need here.
-    from llamaslot.backend.host import host_memory  # noqa: PLC0415
-
     n_loaded = min(config.models_max or len(entries), len(entries))
     n_kept = min(len(entries), 2 * n_loaded)
-    budget = config.models_memory
-    n_bytes = budget * _MIB if budget != "auto" else int(host_memory()[0] * _MEMORY_FRACTION)
-    if isinstance(config.cache_ram, int) and config.cache_ram >= 0:
-        ram_bytes = config.cache_ram * _MIB
-    else:
-        ram_bytes = min(int(n_bytes * _RAM_FRACTION), _MAX_AUTO_RAM_BYTES)
     if sum(each.is_pinned or each.loads_at_start for each in entries) > n_loaded:
         message = f"more models are to be loaded at the start than --models-max {n_loaded} allows"
         raise ConfigError(message, param="--models-max")
-    for_models = n_bytes - ram_bytes - (n_kept - n_loaded) * KEPT_BYTES
-    if for_models <= 0:
-        message = (
-            f"--models-memory: {n_bytes // _MIB:,} MiB leave nothing for models beside {ram_bytes // _MIB:,} of "
-            f"--cache-ram and the processes of {n_kept} models"
-        )
-        raise ConfigError(message, param="--models-memory")
-    if config.cache_disk and ram_bytes // n_kept < _MIB:
-        message = f"--cache-disk needs RAM for prefixes: --cache-ram is for {n_kept} models"
-        raise ConfigError(message, param="--cache-ram")
+    memory = _divided_memory(config, n_loaded, n_kept)
     disk_bytes = _disk_bytes(config)
     models = []
     default = None
@@ -119,24 +99,56 @@ def create_models(config: Config, entries: Sequence[ModelEntry]) -> Models:
             entry.config,
             model=str(path),
             alias=",".join(entry.names),
-            cache_ram=ram_bytes // n_kept // _MIB,
+            cache_ram=memory.ram // n_kept // _MIB,
             cache_disk=str(Path(config.cache_disk).expanduser() / _folder(entry)) if config.cache_disk else "",
             cache_disk_size=max(disk_bytes // len(entries) // _MIB, 1),
             cache_disk_write_per_day=-(-config.cache_disk_write_per_day // len(entries)),
         )
-        model = _served(replace(entry, config=own), memory_bytes=for_models // n_loaded)
+        model = _served(replace(entry, config=own), memory_bytes=memory.models // n_loaded)
         default = model if entry.is_default else default
         models.append(model)
     return Models(
         models,
         default=default,
         max_loaded=n_loaded,
-        max_bytes=n_bytes - ram_bytes,
+        max_bytes=memory.all - memory.ram,
         max_kept=n_kept,
         max_waiting=max(config.max_queue, 1),
         autoload=config.models_autoload,
         timeout=config.load_timeout,
     )
+
+
+class _Memory(NamedTuple):
+    """Bytes of `--models-memory`, as the table above divides them."""
+
+    all: int
+    ram: int
+    models: int
+    """For weights and pools of the models that are loaded."""
+
+
+def _divided_memory(config: Config, n_loaded: int, n_kept: int) -> _Memory:
+    # It brings numpy, which a server of one model does not need here.
+    from llamaslot.backend.host import host_memory  # noqa: PLC0415
+
+    budget = config.models_memory
+    n_bytes = budget * _MIB if budget != "auto" else int(host_memory()[0] * _MEMORY_FRACTION)
+    if isinstance(config.cache_ram, int) and config.cache_ram >= 0:
+        ram_bytes = config.cache_ram * _MIB
+    else:
+        ram_bytes = min(int(n_bytes * _RAM_FRACTION), MAX_AUTO_RAM_BYTES)
+    for_models = n_bytes - ram_bytes - (n_kept - n_loaded) * KEPT_BYTES
+    if for_models <= 0:
+        message = (
+            f"--models-memory: {n_bytes // _MIB:,} MiB leave nothing for models beside {ram_bytes // _MIB:,} of "
+            f"--cache-ram and the processes of {n_kept} models"
+        )
+        raise ConfigError(message, param="--models-memory")
+    if config.cache_disk and ram_bytes // n_kept < _MIB:
+        message = f"--cache-disk needs RAM for prefixes: --cache-ram is for {n_kept} models"
+        raise ConfigError(message, param="--cache-ram")
+    return _Memory(n_bytes, ram_bytes, for_models)
 
 
 def task_by_flags(config: Config) -> ModelTask:
@@ -196,7 +208,7 @@ def _disk_bytes(config: Config) -> int:
         return config.cache_disk_size * _MIB if config.cache_disk_size != "auto" else _MIB
     folder = Path(config.cache_disk).expanduser()
     existing = next((each for each in (folder, *folder.parents) if each.exists()), Path())
-    return min(int(shutil.disk_usage(existing).free * _AUTO_DISK_FRACTION), _MAX_AUTO_DISK_BYTES)
+    return auto_disk_bytes(existing)
 
 
 class ModelProcesses:

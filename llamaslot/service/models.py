@@ -433,18 +433,10 @@ class Models:
             while self._lacks_room(model):
                 if not model.n_waiting or self._refusal is not None:
                     return False
-                others = [each for each in self.all if each.state is not ModelState.UNLOADED and each is not model]
-                candidates = [each for each in others if not each.is_pinned]
-                unused = [each for each in candidates if not each.n_uses]
-                kept = self._kept(model)
-                if not unused and kept and len(others) < self.max_loaded:
-                    await self._end(kept[0])
+                chosen = self._next_to_leave(model, leaving)
+                if chosen.state is ModelState.UNLOADED:
+                    await self._end(chosen)
                     continue
-                if not candidates:
-                    message = f"there is no room for model '{model.id}': the models that are loaded are pinned"
-                    raise UnavailableError(message, retry_after=60)
-                # Of those in use, the one that leaves already has fewer requests from moment to moment.
-                chosen = min(unused or ([leaving] if leaving else candidates), key=lambda each: each.used_at)
                 if leaving is not None and leaving is not chosen:
                     self._stay(leaving)
                 leaving = chosen
@@ -458,6 +450,23 @@ class Models:
         finally:
             if leaving is not None:
                 self._stay(leaving)
+
+    def _next_to_leave(self, model: ServedModel, leaving: ServedModel | None) -> ServedModel:
+        """Return which model makes room for another one, by its processes alone if it is not loaded.
+
+        `leaving` has been chosen before, and is still used. Raises `UnavailableError` if there is none.
+        """
+        others = [each for each in self.all if each.state is not ModelState.UNLOADED and each is not model]
+        candidates = [each for each in others if not each.is_pinned]
+        unused = [each for each in candidates if not each.n_uses]
+        kept = self._kept(model)
+        if not unused and kept and len(others) < self.max_loaded:
+            return kept[0]
+        if not candidates:
+            message = f"there is no room for model '{model.id}': the models that are loaded are pinned"
+            raise UnavailableError(message, retry_after=60)
+        # Of those in use, the one that leaves already has fewer requests from moment to moment.
+        return min(unused or ([leaving] if leaving else candidates), key=lambda each: each.used_at)
 
     def _stay(self, model: ServedModel) -> None:
         """Return a leaving model to `LOADED`, and wake the requests that waited for it."""
