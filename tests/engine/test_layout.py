@@ -66,23 +66,29 @@ async def test_requests_that_share_nothing_get_a_part_each() -> None:
         assert (state.cache.layout_changes, state.cache.preemptions) == (1, 0)
 
 
+@pytest.mark.parametrize("invocation", [b"", b"!"])
 @pytest.mark.parametrize("is_empty", [True, False])
-async def test_requests_with_the_same_adapters_run_in_adjacent_parts(*, is_empty: bool) -> None:
-    """llama.cpp computes those in one pass, and those of other adapters in another step."""
-    backend = Backend(n_adapters=2, n_slots=8, n_ctx=512)
+async def test_requests_with_the_same_adapters_run_in_adjacent_parts(*, is_empty: bool, invocation: bytes) -> None:
+    """llama.cpp computes those in one pass, and those of other adapters in another step.
+
+    With an invocation all name the same adapter, and half of them invoke it.
+    """
+    backend = Backend(n_adapters=2, n_slots=8, n_ctx=512, invocation=invocation)
     one, two = [applied(backend.info.adapters, scales) for scales in ((0.0, 1.0), (1.0, 0.0))]
+    prompts = {name: name * 30 + invocation.decode() * (name in "aceg") for name in "abcdefgh"}
     async with running(backend, **RAM) as engine:
         await answers(engine, [letter * 40 for letter in "ijklmnop"])
         assert backend.layouts == [False]
         if is_empty:
             await engine.ask(ClearCache())
-        given, slots = list(zip("abcdefgh", [one, two] * 4, strict=True)), {}
-        ends = [engine.submit(name, name * 30, max_tokens=20, adapters=adapters) for name, adapters in given]
+        given, slots = list(zip(prompts, [one, one if invocation else two] * 4, strict=True)), {}
+        ends = [engine.submit(name, prompts[name], max_tokens=20, adapters=adapters) for name, adapters in given]
         for (name, adapters), end in zip(given, ends, strict=True):
             finished = await end
             assert isinstance(finished, Finished)
             slots[name] = finished.progress.slot
-            expected = await alone(name * 30, FakeBackend(n_adapters=2), max_tokens=20, adapters=adapters)
+            fake = FakeBackend(n_adapters=2, invocation=invocation)
+            expected = await alone(prompts[name], fake, max_tokens=20, adapters=adapters)
             assert engine.text(name) == expected
         names = sorted(slots, key=slots.__getitem__)
         n_passes = 1 + sum((a in "aceg") != (b in "aceg") for a, b in pairwise(names))
