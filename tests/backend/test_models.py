@@ -14,9 +14,9 @@ import gguf
 import llama_cpp
 import numpy as np
 import pytest
-from llamaslot.app.models import resolve_model
 
 from bench import synthetic
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, loading, model_info
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from llamaslot.app.models import resolve_model
 
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, loading
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.events import Finished, Output

@@ -14,10 +14,10 @@ from typing import Any
 import llama_cpp
 import psutil
 import pytest
-from llamaslot.app.models import resolve_model
 from structlog.testing import capture_logs
 
 from bench import synthetic
+from llamaslot.app.model_files import resolve_model
 from llamaslot.backend import host as host_module
 from llamaslot.backend.host import host_memory
 from llamaslot.backend.llama import LlamaSettings, library, sizing
