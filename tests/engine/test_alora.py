@@ -233,6 +233,30 @@ def test_scales_whose_first_ids_are_alike_share_nothing_that_depends_on_them(
     serve(test)
 
 
+def test_choices_of_a_prompt_compute_it_once_and_continue_with_the_adapter(
+    backend: LlamaBackend, serve: Any
+) -> None:
+    one, prompt = chosen(backend, 1, 0, 0), [*PREFIX, *INVOKED, *WORDS[:3]]
+
+    async def test(engine: Harness) -> None:
+        expected, _ = await reply(engine, prompt, one, cache_prompt=False)
+        alone, _ = await reply(engine, prompt, (), cache_prompt=False)
+        assert expected != alone
+        for cache_prompt in (True, False):
+            given = {"sampling": GREEDY, "max_tokens": N_PREDICT, "adapters": one, "cache_prompt": cache_prompt}
+            names = [f"{cache_prompt} {i}" for i in range(3)]
+            async with engine.held():
+                ends = [
+                    engine.submit(name, [TokensPart(tuple(prompt))], group=f"{cache_prompt}", **given)
+                    for name in names
+                ]
+            found = await asyncio.gather(*ends)
+            assert [engine.tokens(name) for name in names] == [expected] * 3
+            assert sum(each.progress.n_prompt_computed for each in found) < 2 * len(prompt)
+
+    serve(test)
+
+
 def test_scores_of_a_prompt_are_those_of_its_tokens(backend: LlamaBackend, serve: Any) -> None:
     one, prompt = chosen(backend, 1, 0, 0), [*PREFIX[:20], *INVOKED, *WORDS[:4]]
 

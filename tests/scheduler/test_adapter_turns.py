@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.base.adapters import Adapters, applied
+from llamaslot.base.cached_ids import MAX_MARKED_FOR_ADAPTERS
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret, salt_namespace
@@ -104,6 +105,24 @@ def test_tenants_read_what_is_public_of_the_same_adapters_only() -> None:
         request = shared.run(PROMPT + "!", max_tokens=4, cache_salt=salt, adapters=adapters)
         assert request.n_cached == n
         assert generated(request) == alone(PROMPT + "!", adapters)
+
+
+def test_a_tenant_reads_what_is_public_up_to_the_marks_before_an_invocation() -> None:
+    def fresh() -> Driver:
+        shape: dict[str, Any] = {"n_slots": 2, "n_reserved": 4, "n_ctx": 512, "n_ubatch": 64, "n_adapters": 2}
+        backend = TimedBackend(**shape, invocation=b"!")
+        return Driver(backend=backend, ram_bytes=10**6, segment_tokens=16, min_shared=8)
+
+    shared, salt = fresh(), key_salt(key_secret("ann"), "")
+    invoked = applied(shared.backend.info.adapters, SCALES[ONE])
+    shared.run(PROMPT, cache_salt=PUBLIC_SALT)
+    for adapters, n_marked in ((invoked, MAX_MARKED_FOR_ADAPTERS), (SETS[NONE], 0)):
+        request = shared.run(PROMPT + "!", max_tokens=4, cache_salt=salt, adapters=adapters)
+        assert request.n_cached == len(PROMPT) - n_marked
+        assert generated(request) == generated(fresh().run(PROMPT + "!", max_tokens=4, adapters=adapters))
+    # What it has computed with the adapter is not public.
+    other = shared.run(PROMPT + "!", max_tokens=4, cache_salt=key_salt(key_secret("bob"), ""), adapters=invoked)
+    assert other.n_cached == len(PROMPT) - MAX_MARKED_FOR_ADAPTERS
 
 
 def test_streams_of_two_sets_take_turns_of_many_steps() -> None:
