@@ -12,7 +12,8 @@ two steps:
 3. where the prompt diverges from what is cached: other prompts may branch off here as well;
 4. the start of the message to be generated, a few tokens before the end of the prompt: templates change what
    follows it, and the same prompt may be sent again. For the end of the reply there is `Checkpoints.take_at_end`;
-5. the end of each image, which costs more to encode again than text to compute: others may ask something else.
+5. the end of each image, which costs more to encode again than text to compute: others may ask something else;
+6. before tokens that are marked for an image or an invocation (`base/cached_ids.py`): others may have another one.
 
 A checkpoint is also taken where a waiting request diverges from this one, and at the end of a prompt of which
 further choices are waiting.
@@ -77,7 +78,7 @@ class CheckpointTaker:
             start=request.n_cached_at_admission,
             matched=request.match.n_matched if request.match is not None else 0,
             existing=positions,
-            control=self._control,
+            control_at=np.flatnonzero(np.isin(request.inputs(0), self._control)),
             forks=[*request.tiles.image_ends, *request.marked_from],
             settings=checkpoints.settings,
             n_ctx_slot=self._n_ctx_slot,
@@ -124,7 +125,8 @@ class CheckpointTaker:
 
     def _ends_message(self, request: Request, position: int) -> bool:
         """True if the token after this position is a control token, which begins or ends a message."""
-        next_token = request.tokens.view(position)[:1]
+        # Not its id in the cache, which is another one if the token is marked.
+        next_token = request.inputs(position, position + 1)
         return bool(np.isin(next_token, self._control).any())
 
     def _precedes_reply(self, request: Request, position: int) -> bool:
@@ -144,22 +146,21 @@ def prompt_stops(
     start: int,
     matched: int,
     existing: Collection[int],
-    control: npt.NDArray[np.int32],
+    control_at: npt.NDArray[np.intp],
     forks: Collection[int],
     settings: CheckpointSettings,
     n_ctx_slot: int,
 ) -> CheckpointStops:
     """Return the stops of a prompt that is computed from `start` on; its first `matched` tokens are in the tree.
 
-    `existing` has the positions of checkpoints on its path, `control` the ids of control tokens, `forks` further
-    positions after which other prompts may differ: before and after each image, and before an invocation. The stops
-    at even distances continue in the reply, up to the end of the context.
+    `existing` has the positions of checkpoints on its path, `control_at` those of control tokens, `forks` further
+    positions after which other prompts may differ: after each image, and before marked tokens. The stops at even
+    distances continue in the reply, up to the end of the context.
     """
     n, gap, step = len(tokens), settings.min_gap, settings.limits.step
     deepest = max((each for each in existing if each <= start), default=0)
-    starts = np.flatnonzero(np.isin(tokens, control))
     # Only the first of adjacent control tokens.
-    starts = starts[(np.diff(starts, prepend=-2) > 1) & (starts > 0)]
+    starts = control_at[(np.diff(control_at, prepend=-2) > 1) & (control_at > 0)]
     chosen: list[int] = []
 
     def choose(position: int, least: int) -> None:

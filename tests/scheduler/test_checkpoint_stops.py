@@ -15,7 +15,6 @@ from llamaslot.scheduler.checkpoint_taker import prompt_stops
 from llamaslot.scheduler.request import CheckpointStops
 from tests.cache_settings import checkpoint_settings
 
-CONTROL = np.array([1], dtype=np.int32)
 STEP, GAP = 100, 10
 
 
@@ -40,7 +39,7 @@ def stops_of(
         start=start,
         matched=matched,
         existing=existing,
-        control=CONTROL,
+        control_at=np.flatnonzero(tokens == 1),
         forks=forks,
         settings=checkpoint_settings(**{"step": STEP, "min_gap": GAP} | fields),
         n_ctx_slot=n_ctx,

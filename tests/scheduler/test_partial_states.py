@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from llamaslot.base.adapters import applied
 from llamaslot.base.backend import Status
 from llamaslot.base.kv_ops import Copy, Load, Take
 from llamaslot.base.model import StateKind
@@ -437,6 +438,19 @@ def test_a_checkpoint_ends_a_message_if_the_next_token_is_a_control_token() -> N
     found = {each.end: each.ends_message for each in checkpoints_on(driver.cache._sequences.end(0))}
     expected = {10: True, 11: False, 15: False, 20: True, 21: False, 30: False}
     assert {position: found[position] for position in expected} == expected
+
+
+def test_a_control_token_that_is_marked_begins_a_message_too() -> None:
+    """As `<|im_start|>` of a message that begins with an image."""
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=1, n_adapters=1, invocation=b"!", checkpoints={"step": 999})
+    driver.scheduler._taker._control = np.array([ord("<")], dtype=np.int32)
+    prompt = "<" + "s" * 19 + "<" + "u" * 7 + "!" + "u" * 20 + "<" + "a" * 9
+    request = driver.submit(prompt, max_tokens=4, adapters=applied(driver.backend.info.adapters, (1.0,)))
+    assert request.marked_from == (20,)
+    driver.finish(request)
+    found = checkpoints_on(driver.cache._sequences.end(0))
+    # The end of the system prompt, and no later message instead of it.
+    assert [each.end for each in found if each.ends_message] == [20]
 
 
 def test_what_waits_for_the_next_gap_has_had_its_turn() -> None:
