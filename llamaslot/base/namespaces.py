@@ -6,8 +6,8 @@ requests have.
 Other tenants find prefixes of the public namespace, and of no other. Only administrators send requests to it.
 
 KV depends on the LoRA adapters that it was computed with, so requests with adapters have namespaces of their own:
-the same name with a key of the adapters at its end. So have prompts that begin with an image, or with the
-invocation of an adapter (`cached_ids.py`). That holds for the public namespace as well.
+the same name with a key of the adapters at its end. Prompts that have hardly any text before an image, or before
+the invocation of an adapter, have a further key there (`cached_ids.py`). The public namespace is no exception.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _KEY = _RESERVED + "key "
 _PRIVATE = "request "
 _SHIFTED = _RESERVED + "shifted"
 """Suffix of private namespaces for KV that was moved to other positions."""
-_ADAPTERS = "+"
-"""Between a namespace's name and the key of its adapters."""
+_PLUS = "+"
+"""Between what a namespace's name has of the salt and its keys: of adapters, of what begins a prompt, or both."""
 PUBLIC_TENANT = "public"
 """Tenant of the public namespace; those of API keys are named by a digest."""
 PUBLIC_SALT = _RESERVED + "public"
@@ -55,12 +55,12 @@ def tenant_name(api_key: str) -> str:
     return hashlib.blake2b(key, digest_size=6, person=b"llamaslot tenant").hexdigest()
 
 
-def salt_namespace(salt: str, adapters: str = "") -> str:
-    """Return the namespace of all requests with a salt, and with adapters of this key (`adapters_key`).
+def salt_namespace(salt: str, key: str = "") -> str:
+    """Return the namespace of all requests with a salt and a key: `adapters_key`, `CachedPrompt.key`, or both.
 
     Its name does not disclose the salt, since names are written to disk.
     """
-    suffix = _ADAPTERS + adapters if adapters else ""
+    suffix = _PLUS + key if key else ""
     if not salt:
         return suffix
     digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
@@ -69,8 +69,10 @@ def salt_namespace(salt: str, adapters: str = "") -> str:
 
 
 def keyed_namespace(namespace: str, key: str) -> str:
-    """Return the namespace of those requests of a namespace that have a key besides; the same without one."""
-    return namespace + ("" if _ADAPTERS in namespace or not key else _ADAPTERS) + key
+    """Return a namespace with a further key at its end (`CachedPrompt.key`); the same if that is empty."""
+    if not key:
+        return namespace
+    return namespace + ("" if _PLUS in namespace else _PLUS) + key
 
 
 def private_namespace(name: str, salt: str = "") -> str:
@@ -105,13 +107,13 @@ def reads_public(namespace: str) -> bool:
 
 
 def public_of(namespace: str) -> str:
-    """Return the public namespace of requests with the same adapters."""
-    return salt_namespace(PUBLIC_SALT, namespace.partition(_ADAPTERS)[2])
+    """Return the public namespace of requests with the same keys."""
+    return salt_namespace(PUBLIC_SALT, namespace.partition(_PLUS)[2])
 
 
 def is_salted(namespace: str) -> bool:
     """True if the requests of a namespace have a salt."""
-    return bool(namespace.partition(_ADAPTERS)[0])
+    return bool(namespace.partition(_PLUS)[0])
 
 
 def _tenant_of_salt(salt: str) -> str:
