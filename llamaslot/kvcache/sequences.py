@@ -107,7 +107,7 @@ class Sequences:
             return n
         node = next(each for each in end.path_to_root() if each.start <= n)
         at = (n - node.start) * WIDTH
-        # A tile, or what stands for an activated adapter, continues only with negative ids.
+        # A tile, or a range of marked tokens, continues only with negative ids.
         is_text = int.from_bytes(node.run[at : at + WIDTH], "little", signed=True) >= 0
         return n if is_text else before_tile(unpacked(end.prefix()), n)
 
