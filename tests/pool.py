@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from llamaslot.base.cached_ids import MAX_MARKED_TOKEN
 from llamaslot.base.namespaces import is_shifted
 from llamaslot.base.tokens import unpacked
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -26,20 +27,16 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
         seen = [(position, token_of(token)) for position, token in in_cells]
         computed = [token for _, token in in_cells if not is_moved(token)]
         end = tree.end_node(seq)
-        # The cache marks tokens with digests, before an image or where other adapters begin. Those of images are
-        # negative in the cells too.
-        marks = {
-            i: own >> 10 & 2**20 - 1 for (i, own), (_, token) in zip(held, seen, strict=False) if own < 0 <= token
-        }
+        # Ids that are negative in the tree alone are those of marked tokens: images are so in the cells too.
+        marked = {i: marked_token(own) for (i, own), (_, cell) in zip(held, seen, strict=False) if own < 0 <= cell}
         adapters = [(i, token // N_TOKENS) for i, token in enumerate(computed) if token >= 0]
         starts = [i for (_, before), (i, own) in pairwise(adapters) if own != before]
         has_key = end is not None and "+" in end.namespace
-        is_told = has_key or all(i - 1 in marks for i in starts)
-        assert len(starts) <= 1 and is_told, f"sequence {seq} has KV of other adapters"  # noqa: PT018
-        for i in marks:
-            is_last = i + 1 not in marks and i + 1 < len(computed)
-            assert not is_last or computed[i + 1] < 0 or i + 1 in starts, f"sequence {seq} has digests of nothing"
-        held = [(i, marks.get(i, token)) for i, token in held]
+        assert len(starts) <= 1, f"sequence {seq} has KV of several adapters"
+        assert has_key or all(i - 1 in marked for i in starts), f"sequence {seq} has KV of other adapters"
+        ends = [i for i in marked if i + 1 not in marked and i + 1 < len(computed)]
+        assert all(computed[i + 1] < 0 or i + 1 in starts for i in ends), f"sequence {seq} has marks of nothing"
+        held = [(i, marked.get(i, token)) for i, token in held]
         may_be_moved = end is not None and is_shifted(end.namespace)
         assert may_be_moved or len(computed) == len(in_cells), f"sequence {seq} has KV of other positions"
         running = seq < len(scheduler.slots) and scheduler.slots[seq].request is not None
@@ -55,3 +52,8 @@ def tokens_of(tree: RadixTree, seq: int) -> list[int]:
     """All tokens that a sequence holds."""
     end = tree.end_node(seq)
     return unpacked(end.prefix()).tolist() if end is not None else []
+
+
+def marked_token(marked_id: int) -> int:
+    """The token that a marked id stands for; the ten bits below it are of a digest."""
+    return marked_id >> 10 & MAX_MARKED_TOKEN
