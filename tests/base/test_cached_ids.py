@@ -11,21 +11,11 @@ import pytest
 from llamaslot.base.adapters import Adapters, activation_of, applied
 from llamaslot.base.cached_ids import CachedPrompt, cached_prompt
 from llamaslot.base.images import PromptImage, before_tile, tile_ids
-from llamaslot.base.model import Adapter
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE, keyed_namespace, public_of
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE, keyed_namespace, public_of, salt_namespace
 from llamaslot.base.tokens import TokenizedPrompt, packed
+from tests.base.test_activation import LOADED, chosen
 
-INVOKED, OTHER = (7, 8), (5,)
-LOADED = (
-    Adapter("a.gguf", "a", 1.0, invocation=INVOKED),
-    Adapter("b.gguf", "b", 1.0, invocation=OTHER),
-    Adapter("c.gguf", "c", 1.0),
-)
 N_TILE = 4
-
-
-def chosen(*scales: float) -> Adapters:
-    return applied(LOADED, scales)
 
 
 def prompt_of(*parts: int | str) -> TokenizedPrompt:
@@ -106,16 +96,15 @@ def test_marks_tell_images_apart() -> None:
 
     same = marks(*before, "a", 14, 15)
     assert same == marks(*before, "a") == marks(*before, "a", 16, 17, "b")
+    group = marks(*before, "a", "c")
+    assert group == marks(*before, "a", 14, "c"), "the ids after the marks tell these apart"
     others = [
         marks(*before, "b"),
         marks(*before, "aa"),
         marks(*before, "a", "b"),
-        marks(*before, "a", "c"),
-        marks(*before, "a", 14, "c"),
         marks(9, *before[1:], "a"),
     ]
-    assert len({same, *others[:4], others[5]}) == 6
-    assert others[3] == others[4], "what is between the images of a group is told by the ids after it"
+    assert len({same, group, *others}) == 6
     # The image alone has no ids of the marks before it.
     assert not {*same} & {*cached(*before, "a").ids[4:].tolist()}
 
@@ -171,26 +160,28 @@ def test_no_token_is_marked_twice_nor_one_of_an_image(parts: Sequence[int | str]
 
 def test_what_too_few_ids_tell_apart_has_keys_that_differ() -> None:
     one, two = chosen(1, 0, 0), chosen(0.5, 0, 0)
+    group = cached("a", "b").key
+    assert group == cached("a", 11, "b").key, "their ids tell these apart"
     keys = [
+        group,
         cached("a", 11, 12, 13).key,
         cached("b", 11, 12, 13).key,
         cached(10, "aa").key,
-        cached("a", "b").key,
-        cached("a", 11, "b").key,
         cached(1, 7, 8, adapters=one).key,
         cached(1, 7, 8, adapters=two).key,
         cached("a", 7, 8, adapters=one).key,
         cached("b", 7, 8, adapters=one).key,
     ]
     assert all(keys)
-    assert keys.pop(3) == keys.pop(3), "their ids tell these apart"
-    assert len({*keys}) == 7
+    assert len({*keys}) == 8
     # Only what its group has, not what follows.
     assert cached("a", 11, 12, 13).key == cached("a", 14, 15, "b").key
-    assert (
-        keyed_namespace("salt", keys[0])
-        != keyed_namespace("salt+adapters", keys[0])
-        != keyed_namespace("", keys[0])
-    )
+
+
+def test_a_key_is_at_the_end_of_a_namespace() -> None:
+    key = cached("a").key
+    names = ["", "salt", "salt+adapters"]
+    assert len({*names, *(keyed_namespace(each, key) for each in names)}) == 6
     assert keyed_namespace("salt", "") == "salt"
-    assert public_of(keyed_namespace(f"key.{1:032x}", keys[0])) == keyed_namespace(PUBLIC_NAMESPACE, keys[0])
+    assert salt_namespace("", "adapters" + key) == keyed_namespace(salt_namespace("", "adapters"), key)
+    assert public_of(keyed_namespace(f"key.{1:032x}", key)) == keyed_namespace(PUBLIC_NAMESPACE, key)
