@@ -54,12 +54,12 @@ def first_id_alike(digest: bytes, number: int, n_tokens: int) -> Tokens:
     return ids
 
 
-def digests_alike(vocab: Vocab, n: int) -> list[bytes]:
-    """Digests of images that also have the first of the marks before them in common."""
+def digests_alike(vocab: Vocab, n: int, first: bytes) -> list[bytes]:
+    """Digests of images, after one with the digest `first`, that also have the first of the marks in common."""
     tokens = np.array(vocab.tokenize(BEFORE, add_special=True, parse_special=True)[-4:], dtype=np.int32)
     found: dict[int, list[bytes]] = {}
     for i in range(10**5):
-        alike = found.setdefault(int(marked_ids(b"%d" % i, tokens)[0]), [])
+        alike = found.setdefault(int(marked_ids(first + b"%d" % i, tokens)[0]), [])
         alike.append(b"%d" % i)
         if len(alike) == n:
             return alike
@@ -85,16 +85,17 @@ async def test_what_depends_on_an_image_is_not_that_of_another_one(
 ) -> None:
     """Duplicate cells become those of another sequence, and a segment in RAM may end after the first token.
 
-    Nor where no text that could be marked is between two images.
+    Adjacent images have no text between them that could be marked: the marks before the first have both digests.
     """
-    backend = LlamaBackend(settings)
-    digests, layout = digests_alike(backend.vocab, 3), backend.image_layout(SIZE)
+    backend, first = LlamaBackend(settings), b"other" if is_adjacent else b""
+    digests, layout = digests_alike(backend.vocab, 3, first), backend.image_layout(SIZE)
+    assert layout.pieces == (N_TILE,), "what is marked is the text"
 
     def image(i: int, digest: bytes) -> ImagePart:
         return ImagePart(picture(i, SIZE.width, SIZE.height), digest, layout)
 
     prompts = [
-        [TextPart(BEFORE), *([image(9, b"other")] if is_adjacent else []), image(i, digests[i]), TextPart(AFTER)]
+        [TextPart(BEFORE), *([image(9, first)] if first else []), image(i, digests[i]), TextPart(AFTER)]
         for i in range(3)
     ]
     with mock.patch("llamaslot.prompts.tokenizer.tile_ids", first_id_alike):
