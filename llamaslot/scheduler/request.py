@@ -307,7 +307,7 @@ class Request:
         """As the model knows it."""
         cached = cached_prompt(prompt, self.activation)
         self.marked_from = cached.marked_from
-        """Positions from which on tokens of the prompt have other ids in the cache."""
+        """Where tokens of the prompt have other ids in the cache (`CachedPrompt.marked_from`)."""
         self.cached_prompt = packed(cached.ids)
         """The prompt as the cache knows it, packed."""
         self.id = params.completion_id
@@ -401,7 +401,10 @@ class Request:
         return self._with_prompt(self.cached_prompt, start, computed)
 
     def _with_prompt(self, prompt: bytes, start: int, tokens: Tokens) -> Tokens:
-        """Return tokens with those of a prompt, packed, in place of the ones at the same positions."""
+        """Return tokens with those of a prompt, packed, in place of the ones at the same positions.
+
+        A request with marked tokens is never shifted, so the prompt's tokens stay at their positions.
+        """
         if not self.marked_from or start >= self.n_prompt:
             return tokens
         of_prompt = unpacked(prompt[start * WIDTH : (start + len(tokens)) * WIDTH])
