@@ -82,30 +82,36 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
     """What its namespace has besides the salt: `adapters_key` of its LoRA adapters, and `CachedPrompt.key`."""
     is_text: bool = True
     """True if the prompt was text, and its tokens detokenize to that text. Prompts of token ids match no text."""
-    branches: tuple[tuple[int, bytes], ...] = ()
-    """Earlier token sequences of the session that branch off this one, the oldest first: how many tokens each
-    shares with it, and its other tokens, packed. Dropping the session drops their KV too.
+    branches: tuple[tuple[int, bytes, str], ...] = ()
+    """Earlier token sequences of the session that branch off this one, or have another namespace, the oldest first:
+    how many tokens each shares with it, its other tokens, packed, and its `namespace_key`. Dropping the session drops
+    their KV too.
     """
 
     def continuing(self, earlier: Session) -> Session:
         """Return the same with the branches of the session that it replaces, and that one if it is a branch."""
         before = earlier.ids
         n = n_common(before, self.ids)
-        branches = [(at, rest) if at <= n else (n, packed(before[n:at]) + rest) for at, rest in earlier.branches]
-        if n < len(before):
-            branches.append((n, packed(before[n:])))
+        branches = [
+            (at, rest, key) if at <= n else (n, packed(before[n:at]) + rest, key)
+            for at, rest, key in earlier.branches
+        ]
+        branches.append((n, packed(before[n:]), earlier.namespace_key))
         # Drop branches that this session itself continues, such as predicted next turns.
-        branches = [(at, rest) for at, rest in branches if not self.tokens.startswith(rest, at * WIDTH)]
+        branches = [each for each in branches if not self._is_begun(each, self.tokens, self.namespace_key)]
         return structs.replace(self, branches=tuple(branches[-_MAX_BRANCHES:]))
 
-    def with_branch(self, tokens: Tokens) -> Session:
+    def with_branch(self, tokens: Tokens, namespace_key: str) -> Session:
         """Return the same with another sequence of the session, in place of those that it continues."""
         n, path = n_common(self.ids, tokens), packed(tokens)
-        branches = [
-            (at, rest) for at, rest in self.branches if not path.startswith(self.tokens[: at * WIDTH] + rest)
-        ]
-        branches.append((n, path[n * WIDTH :]))
+        branches = [each for each in self.branches if not self._is_begun(each, path, namespace_key)]
+        branches.append((n, path[n * WIDTH :], namespace_key))
         return structs.replace(self, branches=tuple(branches[-_MAX_BRANCHES:]))
+
+    def _is_begun(self, branch: tuple[int, bytes, str], path: bytes, namespace_key: str) -> bool:
+        """True if a path of a namespace begins with a branch."""
+        at, rest, key = branch
+        return key == namespace_key and path.startswith(self.tokens[: at * WIDTH] + rest)
 
     @property
     def ids(self) -> Tokens:
@@ -113,9 +119,10 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
         return unpacked(self.tokens)
 
     @property
-    def paths(self) -> list[bytes]:
-        """The tokens of all its sequences, packed; its own last."""
-        return [*(self.tokens[: n * WIDTH] + rest for n, rest in reversed(self.branches)), self.tokens]
+    def paths(self) -> list[tuple[str, bytes]]:
+        """The `namespace_key` of each of its sequences, and its tokens, packed; its own last."""
+        branches = [(key, self.tokens[: n * WIDTH] + rest) for n, rest, key in reversed(self.branches)]
+        return [*branches, (self.namespace_key, self.tokens)]
 
     @property
     def text_tokens(self) -> Tokens:
@@ -130,7 +137,7 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
     @property
     def n_bytes(self) -> int:
         """Bytes in memory, estimated."""
-        return len(self.tokens) + sum(len(rest) for _, rest in self.branches) + OVERHEAD
+        return len(self.tokens) + sum(len(rest) for _, rest, _ in self.branches) + OVERHEAD
 
 
 class RememberedReply(Remembered, frozen=True, kw_only=True, tag="reply"):

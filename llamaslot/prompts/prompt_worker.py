@@ -237,7 +237,7 @@ class PromptWorker:
         if not MIN_NEW_TOKENS <= n_new <= job.max_new:
             return None
         # It activates no adapter, since what invokes one comes with the turn itself.
-        records = self._tokenizer.remember_branch(following, cached_prompt(prompt, None).ids)
+        records = self._tokenizer.remember_branch(following, cached_prompt(prompt, None))
         if following.session_id and not records:
             # It was dropped meanwhile.
             return None
@@ -254,7 +254,5 @@ class PromptWorker:
         digest = session_digest(salt_namespace(job.cache_salt), job.session_id)
         dropped = self._tokenizer.memory.drop_session(digest)
         self.earlier.drop_session(digest)
-        paths = tuple(
-            (salt_namespace(job.cache_salt, each.namespace_key), path) for each in dropped for path in each.paths
-        )
+        paths = tuple((salt_namespace(job.cache_salt, key), path) for each in dropped for key, path in each.paths)
         return DropPaths(paths, digest)

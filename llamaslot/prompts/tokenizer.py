@@ -31,7 +31,7 @@ from msgspec import structs
 
 from llamaslot.base.adapters import activation_of, adapters_key
 from llamaslot.base.backend import Vocab
-from llamaslot.base.cached_ids import cached_prompt
+from llamaslot.base.cached_ids import CachedPrompt, cached_prompt
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.images import PromptImage, before_tile, tile_ids
@@ -282,15 +282,15 @@ class Tokenizer:
         sent = self._sent(generated.tolist(), n_sent, context.request.params.preserved_tokens)
         return returned_message(context, completion_id, sent, format_) if sent.tokens else None
 
-    def remember_branch(self, request: TextRequest, tokens: Tokens) -> tuple[TextRecord, ...]:
-        """Add tokens that are computed to a request's session, so that they are dropped with it; return the record.
+    def remember_branch(self, request: TextRequest, cached: CachedPrompt) -> tuple[TextRecord, ...]:
+        """Add a prompt that is computed to a request's session, so that it is dropped with it; return the record.
 
         It is empty if there is no session, or no longer.
         """
         session = self._session_of(request) if request.session_id else None
         if session is None:
             return ()
-        session = session.with_branch(tokens)
+        session = session.with_branch(cached.ids, _namespace_key(request, cached))
         self.memory.add(session)
         return (session,)
 
@@ -453,7 +453,7 @@ class Tokenizer:
         session = Session(
             key=_session_key(request),
             session=request.session,
-            namespace_key=adapters_key(request.params.adapters) + cached.key,
+            namespace_key=_namespace_key(request, cached),
             owner=request.owner,
             tokens=packed(np.concatenate([tokens, generated])),
             n_added=n_added,
@@ -466,7 +466,7 @@ class Tokenizer:
         if not cached.marked_from:
             return session
         # Dropping the session finds KV by the ids that the cache knows.
-        return session.with_branch(np.concatenate([cached.ids, generated]))
+        return session.with_branch(np.concatenate([cached.ids, generated]), session.namespace_key)
 
     def _session_of(self, request: TextRequest) -> Session | None:
         return self.memory.session(_session_key(request))
@@ -514,6 +514,11 @@ class Tokenizer:
 
 def _session_key(request: TextRequest) -> bytes:
     return session_digest(request.namespace, request.session_id, request.session_branch)
+
+
+def _namespace_key(request: TextRequest, cached: CachedPrompt) -> str:
+    """Return what the namespace of a prompt has besides the salt."""
+    return adapters_key(request.params.adapters) + cached.key
 
 
 def _with(context: PromptContext, **changes: object) -> PromptContext:

@@ -283,6 +283,20 @@ async def test_a_session_is_dropped_with_what_follows_its_invocations(start: Any
     assert (await complete(server, 1, 0, prompt=invoked))["timings"]["cache_n"] == 0
 
 
+async def test_a_session_is_dropped_with_turns_that_have_namespaces_of_their_own(start: Any) -> None:
+    """Those whose invocation comes so early that its ids could not tell the adapters."""
+    server = await alora_server(start)
+    early, late = "abc" + INVOKED + PROMPT, PROMPT + INVOKED + " 1 + 2"
+    for turns in ((early, late), (late, early), (early, late, early + "d")):
+        for prompt in turns:
+            await complete(server, 1, 0, prompt=prompt, session_id="mine")
+        async with server.session.delete(f"{server.url}/sessions/mine") as response:
+            assert response.status == 200
+        for prompt in turns:
+            found = await server.ok("/cache/probe", {"prompt": prompt, "lora": [{"id": 0, "scale": 1}]})
+            assert found["computed"] == found["prompt_tokens"]
+
+
 async def test_a_slot_with_an_invoked_adapter_is_saved_and_restored(start: Any, tmp_path: Path) -> None:
     info = backend(0.0).info
     assert info.segment_size is not None

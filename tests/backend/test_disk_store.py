@@ -877,7 +877,7 @@ def session(n: int, name: bytes, *, branch_of: bytes = b"") -> Session:
         n_prompt=2,
         n_text=3,
         is_text=n % 2 == 0,
-        branches=((n, b"abcd"),),
+        branches=((n, b"abcd", "key"),),
     )
 
 
@@ -901,8 +901,8 @@ def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     other.close()
     again = opened(folder)
     assert facts(again) == [
-        (b"b", [2, 3, 4], 1, 2, 3, True, ((2, b"abcd"),)),
-        (b"a", [3, 4, 5], 1, 2, 3, False, ((3, b"abcd"),)),
+        (b"b", [2, 3, 4], 1, 2, 3, True, ((2, b"abcd", "key"),)),
+        (b"a", [3, 4, 5], 1, 2, 3, False, ((3, b"abcd", "key"),)),
     ]
     again.texts.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]

@@ -30,7 +30,7 @@ from llamaslot.kvcache.disk_io import SegmentMeta
 _SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62
 """Exclusive limit of integers in the index; a larger one means that the row is damaged."""
-_TEXTS_FORMAT = 1
+_TEXTS_FORMAT = 2
 """A part of the checksum: rows of another format are skipped. To be raised with changes of the records."""
 _TRIM_INTERVAL = 256
 """Number of rows of texts written between two checks of their limit."""
