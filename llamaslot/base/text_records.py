@@ -84,8 +84,8 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
     """True if the prompt was text, and its tokens detokenize to that text. Prompts of token ids match no text."""
     branches: tuple[tuple[int, bytes, str], ...] = ()
     """Earlier token sequences of the session that branch off this one, or have another namespace, the oldest first:
-    how many tokens each shares with it, its other tokens, packed, and its `namespace_key`. Dropping the session drops
-    their KV too.
+    how many tokens each shares with it, its other tokens, packed, and its `namespace_key`. Their KV is dropped with
+    the session too.
     """
 
     def continuing(self, earlier: Session) -> Session:
