@@ -505,8 +505,12 @@ class Request:
         return self._prefix
 
     def continues(self, other: Request) -> bool:
-        """True if its prompt begins with that of another request, which may then be needless."""
-        return self.namespace == other.namespace and self.cached_prompt.startswith(other.cached_prompt)
+        """True if its prompt begins with that of another request, which may then be needless.
+
+        By tokens, for the last ones of the other prompt may be marked in this one, before an image or an invocation.
+        """
+        tokens = self.prompt.packed_tokens
+        return self.namespace == other.namespace and tokens.startswith(other.prompt.packed_tokens)
 
     @property
     def wants_tokens(self) -> bool:

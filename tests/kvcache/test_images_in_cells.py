@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamaslot.base.cached_ids import MAX_MARKED_FOR_IMAGE
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.images import ImageLayout
 from llamaslot.base.kv_ops import Load
+from llamaslot.base.model import StateKind
 from llamaslot.base.tokens import TokenizedPrompt, packed
+from llamaslot.kvcache.nodes import checkpoints_on
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import Driver, TimedBackend, as_tokens
 from tests.vision_files import placed
@@ -96,3 +99,22 @@ def test_a_segment_of_which_little_is_wanted_is_loaded_for_the_rest_of_an_image(
     driver.run("f" * 78)
     assert driver.run_image("1", after="z").n_loaded > N_TILE
     assert driver.backend.n_tiles_encoded == 1
+
+
+def test_a_checkpoint_before_an_image_ends_a_message_if_the_image_begins_the_next_one() -> None:
+    """So it is stored as the end of a system prompt, though the cache knows the control token by another id."""
+    driver = Images(kind=StateKind.RECURRENT, n_slots=1, checkpoints={"step": 999})
+    driver.scheduler._taker._control = np.array([ord("b")], dtype=np.int32)
+    driver.finish(driver.submit_image("1"))
+    found = {each.end: each.ends_message for each in checkpoints_on(driver.cache._sequences.end(0))}
+    n_before = N_TEXT - MAX_MARKED_FOR_IMAGE
+    assert (found[n_before], found[N_TEXT + N_TILE]) == (True, False)
+
+
+def test_a_turn_with_an_image_continues_what_was_computed_ahead_of_it() -> None:
+    driver = Images()
+    ahead = driver.submit("b" * N_TEXT, max_tokens=0, is_background=True)
+    other = driver.submit("b" * (N_TEXT - 1) + "c", max_tokens=0, is_background=True)
+    request = driver.submit_image("1")
+    assert request.continues(ahead)
+    assert not request.continues(other)
