@@ -507,7 +507,7 @@ class Request:
     def continues(self, other: Request) -> bool:
         """True if its prompt begins with that of another request, which may then be needless.
 
-        By tokens, for the last ones of the other prompt may be marked in this one, before an image or an invocation.
+        By tokens: the last ones of the other prompt may be marked in this one, before an image or an invocation.
         """
         tokens = self.prompt.packed_tokens
         return self.namespace == other.namespace and tokens.startswith(other.prompt.packed_tokens)

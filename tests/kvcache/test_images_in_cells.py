@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.images import ImageLayout
 from llamaslot.base.kv_ops import Load
 from llamaslot.base.model import StateKind
-from llamaslot.base.tokens import TokenizedPrompt, packed
+from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed
 from llamaslot.kvcache.nodes import checkpoints_on
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import Driver, TimedBackend, as_tokens
@@ -32,17 +33,27 @@ class Images(Driver):
         backend = TimedBackend(**{"n_ubatch": 64, "n_reserved": 4, "projector": "joint"} | shape)
         super().__init__(backend=backend, **settings)
 
-    def submit_image(self, name: str, *, n_tiles: int = 1, max_tokens: int = 1, after: str = "c") -> Request:
+    def submit_image(
+        self,
+        name: str,
+        *,
+        n_tiles: int = 1,
+        max_tokens: int = 1,
+        n_before: int = N_TEXT,
+        after: str = "c",
+        **fields: Any,
+    ) -> Request:
         """Queue a request for a prompt of text, an image, and text."""
         self.n_submitted += 1
         params = GenerateParams(
             f"request {self.n_submitted}",
             sampling=Sampling(temperature=0.0, ignore_eos=True),
             max_tokens=max_tokens,
+            **fields,
         )
         layout = ImageLayout((N_TILE, *(((124,), N_TILE) * (n_tiles - 1))))
-        ids, image = placed(name.encode(), layout, N_TEXT)
-        tokens = [*as_tokens("b" * N_TEXT).tolist(), *ids, *as_tokens(after * N_TEXT).tolist()]
+        ids, image = placed(name.encode(), layout, n_before)
+        tokens = [*as_tokens("b" * n_before).tolist(), *ids, *as_tokens(after * N_TEXT).tolist()]
         prompt = TokenizedPrompt(packed(np.array(tokens, dtype=np.int32)), images=(image,))
         now, can_reuse = self.backend.now, self.backend.info.can_reuse
         request = Request(params, prompt, arrival=self.n_submitted, now=now, can_reuse=can_reuse)
@@ -118,3 +129,44 @@ def test_a_turn_with_an_image_continues_what_was_computed_ahead_of_it() -> None:
     request = driver.submit_image("1")
     assert request.continues(ahead)
     assert not request.continues(other)
+
+
+def test_the_pool_pins_a_prompt_with_an_image_by_the_ids_that_it_knows() -> None:
+    driver = Images()
+    for n_before in (N_TEXT, 0):
+        request = driver.run_image("1", n_before=n_before, max_tokens=0, pin=True)
+        assert max(node.end for node in driver.cache.pins.nodes()) == request.n_prompt
+        driver.run_image("1", n_before=n_before, max_tokens=0, pin=False)
+        assert not driver.cache.pins.stats.prefixes
+
+
+def test_only_the_cache_knows_marks() -> None:
+    """Penalties, and the scores of a prompt, are by its tokens."""
+    driver, histories = Images(), []
+    new_sampler = driver.backend.new_sampler
+
+    def recorded(sampling: Sampling, history: Tokens, *args: Any) -> Any:
+        histories.append(history.tolist())
+        return new_sampler(sampling, history, *args)
+
+    with mock.patch.object(driver.backend, "new_sampler", recorded):
+        request = driver.run_image("1")
+    tokens = request.prompt.tokens
+    assert request.tokens.view(0, N_TEXT).tolist() != tokens[:N_TEXT].tolist()
+    assert histories == [tokens.tolist()]
+    scored = driver.submit_image("1", n_before=2, prompt_probs=0)
+    targets = scored.targets(0, 2)
+    assert targets is not None
+    assert targets.tolist() == scored.prompt.tokens[1:3].tolist()
+    assert scored.new_scores(0, [])[0].token == ord("b")
+
+
+def test_a_distrusted_prefix_is_dropped_in_the_namespace_of_its_image() -> None:
+    driver = Images()
+    first = driver.run_image("1", n_before=0)
+    request = driver.submit_image("1", n_before=0)
+    path = request.prefix[: N_TILE * WIDTH]
+    assert first.namespace == request.namespace != request.params.namespace
+    request.isolate(path)
+    driver.finish(request)
+    assert driver.cache.match(first.namespace, path).n_matched < N_TILE
