@@ -287,7 +287,7 @@ async def test_a_session_is_dropped_with_turns_that_have_namespaces_of_their_own
     """Those whose invocation comes so early that its ids could not tell the adapters."""
     server = await alora_server(start)
     early, late = "abc" + INVOKED + PROMPT, PROMPT + INVOKED + " 1 + 2"
-    for turns in ((early, late), (late, early), (early, late, early + "d")):
+    for turns in ((early, late), (late, early), (early, late, early + "d"), (PROMPT, early), (early, PROMPT)):
         for prompt in turns:
             await complete(server, 1, 0, prompt=prompt, session_id="mine")
         async with server.session.delete(f"{server.url}/sessions/mine") as response:
