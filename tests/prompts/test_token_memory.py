@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from msgspec import structs
 
 from llamaslot.base.callers import INACTIVE_S
 from llamaslot.base.text_records import (
@@ -285,13 +286,30 @@ def test_earlier_sequences_stay_as_branches_unless_a_later_one_contains_them() -
     later = path(1, 2, 3, 4, 5).continuing(path(1, 2, 3))
     assert later.branches == ()
     other = path(1, 2, 9).continuing(later)
-    assert [ids_of(each) for each in other.paths] == [[1, 2, 3, 4, 5], [1, 2, 9]]
+    assert [ids_of(each) for _, each in other.paths] == [[1, 2, 3, 4, 5], [1, 2, 9]]
     last = path(1, 7).continuing(other)
-    assert [ids_of(each) for each in last.paths] == [[1, 2, 9], [1, 2, 3, 4, 5], [1, 7]]
+    assert [ids_of(each) for _, each in last.paths] == [[1, 2, 9], [1, 2, 3, 4, 5], [1, 7]]
     for n in range(20):
         last = path(1, 7, 100 + n).continuing(last)
     assert len(last.branches) == 8
     assert last.n_bytes > path(1, 7, 119).n_bytes
+
+
+def test_a_sequence_of_another_namespace_stays_as_a_branch_whatever_continues_it() -> None:
+    first, same, other = (
+        structs.replace(session(b"a", *ids), namespace_key=key)
+        for ids, key in (((1, 2), ""), ((1, 2, 3), ""), ((1, 2, 3, 4), "image"))
+    )
+    later = other.continuing(same.continuing(first))
+    assert [(key, ids_of(each)) for key, each in later.paths] == [("", [1, 2, 3]), ("image", [1, 2, 3, 4])]
+    marked = later.with_branch(np.array([1, 2, 3, -4], dtype=np.int32), "image")
+    assert [key for key, _ in marked.paths] == ["image", "", "image"]
+    predicted = marked.with_branch(np.array([1, 2, 3, 5], dtype=np.int32), "")
+    assert [(key, ids_of(each)) for key, each in predicted.paths] == [
+        ("", [1, 2, 3, 5]),
+        ("image", [1, 2, 3, -4]),
+        ("image", [1, 2, 3, 4]),
+    ]
 
 
 # --- by meaning ---
