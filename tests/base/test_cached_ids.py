@@ -106,7 +106,7 @@ def test_marks_tell_images_apart() -> None:
     ]
     assert len({same, group, *others}) == 6
     # The digest is that of all marked tokens: nobody can search for an image once for all texts.
-    assert not {*same[1:]} & {*marks(9, *before[1:], \"a\")[1:]}
+    assert not {*same[1:]} & {*marks(9, *before[1:], "a")[1:]}
     # The image alone has no ids of the marks before it.
     assert not {*same} & {*cached(*before, "a").ids[4:].tolist()}
 
