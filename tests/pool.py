@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from llamaslot.base.cached_ids import MAX_MARKED_TOKEN
+from llamaslot.base.cache_ids import MAX_MARKED_TOKEN
 from llamaslot.base.namespaces import is_shifted
 from llamaslot.base.tokens import unpacked
 from llamaslot.kvcache.radix_tree import RadixTree

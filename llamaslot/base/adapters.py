@@ -3,7 +3,7 @@
 An activated adapter (aLoRA) is active from its *invocation* on, a few tokens that a prompt has near its end. What
 comes before is computed without it, so it belongs to the namespace of the other adapters, and is shared with all
 requests there. What follows is shared by requests with the same adapters alone, for the last tokens before the
-invocation have other ids in the cache (`cached_ids.py`).
+invocation have other ids in the cache (`cache_ids.py`).
 """
 
 from __future__ import annotations

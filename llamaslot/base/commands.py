@@ -144,8 +144,12 @@ class GenerateParams(msgspec.Struct, frozen=True):
 
     @property
     def namespace(self) -> str:
-        """The namespace in which its KV and its texts may be reused."""
-        return salt_namespace(self.cache_salt, adapters_key(self.adapters))
+        """The namespace in which its texts may be reused; its KV, unless `CacheIds.key` is a part of the name."""
+        return self.namespace_with("")
+
+    def namespace_with(self, key: str) -> str:
+        """Return the namespace of its KV, by the `CacheIds.key` of its prompt."""
+        return salt_namespace(self.cache_salt, adapters_key(self.adapters) + key)
 
     @property
     def ends_by_text(self) -> bool:

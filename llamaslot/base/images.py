@@ -6,7 +6,7 @@ which are a digest of the image's pixels, the projector and the tile's place. So
 alike, and all that compares, stores or looks up token ids need not know of images. Only what computes a tile
 needs its image, and what must not end within a tile asks `before_tile`.
 
-Some tokens of text have such ids too (`cached_ids.py`). By these alone, as the cache sees them, they are a tile;
+Some tokens of text have such ids too (`cache_ids.py`). By these alone, as the cache sees them, they are a tile;
 llama.cpp gets the tokens.
 """
 

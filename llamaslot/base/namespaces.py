@@ -7,7 +7,7 @@ Other tenants find prefixes of the public namespace, and of no other. Only admin
 
 KV depends on the LoRA adapters that it was computed with, so requests with adapters have namespaces of their own:
 the same name with a key of the adapters at its end. Prompts that have hardly any text before an image, or before
-the invocation of an adapter, have a further key there (`cached_ids.py`). The public namespace is no exception.
+the invocation of an adapter, have a further key there (`cache_ids.py`). The public namespace is no exception.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tenant_name(api_key: str) -> str:
 
 
 def salt_namespace(salt: str, key: str = "") -> str:
-    """Return the namespace of all requests with a salt and a key: `adapters_key`, `CachedPrompt.key`, or both.
+    """Return the namespace of all requests with a salt and a key: `adapters_key`, `CacheIds.key`, or both.
 
     Its name does not disclose the salt, since names are written to disk.
     """
@@ -66,13 +66,6 @@ def salt_namespace(salt: str, key: str = "") -> str:
     digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
     tenant = _tenant_of_salt(salt)
     return (f"{tenant}.{digest}" if tenant else digest) + suffix
-
-
-def keyed_namespace(namespace: str, key: str) -> str:
-    """Return a namespace with a further key at its end (`CachedPrompt.key`); the same if that is empty."""
-    if not key:
-        return namespace
-    return namespace + ("" if _PLUS in namespace else _PLUS) + key
 
 
 def private_namespace(name: str, salt: str = "") -> str:

@@ -79,7 +79,7 @@ class Session(Remembered, frozen=True, kw_only=True, tag="session"):
     n_prompt: int
     n_text: int
     namespace_key: str = ""
-    """What its namespace has besides the salt: `adapters_key` of its LoRA adapters, and `CachedPrompt.key`."""
+    """What its namespace has besides the salt: `adapters_key` of its LoRA adapters, and `CacheIds.key`."""
     is_text: bool = True
     """True if the prompt was text, and its tokens detokenize to that text. Prompts of token ids match no text."""
     branches: tuple[tuple[int, bytes, str], ...] = ()

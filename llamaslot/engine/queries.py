@@ -22,7 +22,7 @@ import structlog
 from llamaslot.base import commands
 from llamaslot.base.adapters import activation_of
 from llamaslot.base.backend import Backend
-from llamaslot.base.cached_ids import cached_prompt
+from llamaslot.base.cache_ids import cache_ids_of
 from llamaslot.base.commands import CacheCleared, SlotAction, SlotActionDone
 from llamaslot.base.errors import (
     InvalidRequestError,
@@ -34,7 +34,6 @@ from llamaslot.base.errors import (
     UnavailableError,
 )
 from llamaslot.base.images import ImageLayout, ImageSize
-from llamaslot.base.namespaces import keyed_namespace
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.base.threads import close_after_queue, started_executor
 from llamaslot.base.tokens import WIDTH, packed, unpacked
@@ -153,9 +152,8 @@ class Queries:
         why_not = self._self_test.why_not_reused
         if why_not or not self._scheduler.cache.settings.can_reuse:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, why_not or "unsupported")
-        cached = cached_prompt(prompt, activation_of(params.adapters, prompt.packed_tokens))
-        namespace = keyed_namespace(params.namespace, cached.key)
-        found = self._scheduler.cache.probe(namespace, packed(cached.ids))
+        known = cache_ids_of(prompt, activation_of(params.adapters, prompt.packed_tokens))
+        found = self._scheduler.cache.probe(params.namespace_with(known.key), packed(known.ids))
         if found.miss == "diverged" and prompt.is_reply_edited:
             found.miss = "changed"
         found.session_match = prompt.session_match or None

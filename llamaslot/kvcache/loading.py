@@ -371,7 +371,7 @@ class StateRestorer:
     def _pays_to_restore(self, match: Match, n: int) -> bool:
         """True if a checkpoint after `n` tokens is restored faster than they are computed.
 
-        With an image always, for it would have to be encoded as well. Marked tokens (`cached_ids.py`) count as one
+        With an image always, for it would have to be encoded as well. Marked tokens (`cache_ids.py`) count as one
         here, by their negative ids.
         """
         return n >= self._settings.min_restored or unpacked(match.tokens[: n * WIDTH]).min(initial=0) < 0

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from llamaslot.base.cached_ids import cached_prompt
+from llamaslot.base.cache_ids import cache_ids_of
 from llamaslot.base.commands import DropPaths, Generate, GenerateParams
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, about
 from llamaslot.base.namespaces import salt_namespace
@@ -237,7 +237,7 @@ class PromptWorker:
         if not MIN_NEW_TOKENS <= n_new <= job.max_new:
             return None
         # It activates no adapter, since what invokes one comes with the turn itself.
-        records = self._tokenizer.remember_branch(following, cached_prompt(prompt, None))
+        records = self._tokenizer.remember_branch(following, cache_ids_of(prompt, None))
         if following.session_id and not records:
             # It was dropped meanwhile.
             return None

@@ -31,7 +31,7 @@ from msgspec import structs
 
 from llamaslot.base.adapters import activation_of, adapters_key
 from llamaslot.base.backend import Vocab
-from llamaslot.base.cached_ids import CachedPrompt, cached_prompt
+from llamaslot.base.cache_ids import CacheIds, cache_ids_of
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.images import PromptImage, before_tile, tile_ids
@@ -282,7 +282,7 @@ class Tokenizer:
         sent = self._sent(generated.tolist(), n_sent, context.request.params.preserved_tokens)
         return returned_message(context, completion_id, sent, format_) if sent.tokens else None
 
-    def remember_branch(self, request: TextRequest, cached: CachedPrompt) -> tuple[TextRecord, ...]:
+    def remember_branch(self, request: TextRequest, known: CacheIds) -> tuple[TextRecord, ...]:
         """Add a prompt that is computed to a request's session, so that it is dropped with it; return the record.
 
         It is empty if there is no session, or no longer.
@@ -290,7 +290,7 @@ class Tokenizer:
         session = self._session_of(request) if request.session_id else None
         if session is None:
             return ()
-        session = session.with_branch(cached.ids, _namespace_key(request, cached))
+        session = session.with_branch(known.ids, _namespace_key(request, known))
         self.memory.add(session)
         return (session,)
 
@@ -448,12 +448,12 @@ class Tokenizer:
     def _session_after(self, context: PromptContext, generated: Tokens, sent: SentReply) -> Session:
         """Return the session of a prompt, with the prompt and its reply as its last sequence."""
         request, text, tokens = context.request, context.text, context.prompt.tokens
-        cached = cached_prompt(context.prompt, activation_of(request.params.adapters, context.prompt.packed_tokens))
+        known = cache_ids_of(context.prompt, activation_of(request.params.adapters, context.prompt.packed_tokens))
         n_added, n_prompt = len(self._added_tokens), len(tokens)
         session = Session(
             key=_session_key(request),
             session=request.session,
-            namespace_key=_namespace_key(request, cached),
+            namespace_key=_namespace_key(request, known),
             owner=request.owner,
             tokens=packed(np.concatenate([tokens, generated])),
             n_added=n_added,
@@ -463,10 +463,10 @@ class Tokenizer:
         )
         earlier = self._session_of(request)
         session = session if earlier is None else session.continuing(earlier)
-        if not cached.marked_from:
+        if not known.marked_from:
             return session
         # Dropping the session finds KV by the ids that the cache knows.
-        return session.with_branch(np.concatenate([cached.ids, generated]), session.namespace_key)
+        return session.with_branch(np.concatenate([known.ids, generated]), session.namespace_key)
 
     def _session_of(self, request: TextRequest) -> Session | None:
         return self.memory.session(_session_key(request))
@@ -516,9 +516,9 @@ def _session_key(request: TextRequest) -> bytes:
     return session_digest(request.namespace, request.session_id, request.session_branch)
 
 
-def _namespace_key(request: TextRequest, cached: CachedPrompt) -> str:
+def _namespace_key(request: TextRequest, known: CacheIds) -> str:
     """Return what the namespace of a prompt has besides the salt."""
-    return adapters_key(request.params.adapters) + cached.key
+    return adapters_key(request.params.adapters) + known.key
 
 
 def _with(context: PromptContext, **changes: object) -> PromptContext:

@@ -13,7 +13,7 @@ two steps:
 4. the start of the message to be generated, a few tokens before the end of the prompt: templates change what
    follows it, and the same prompt may be sent again. For the end of the reply there is `Checkpoints.take_at_end`;
 5. the end of each image, which costs more to encode again than text to compute: others may ask something else;
-6. before tokens that are marked for an image or an invocation (`base/cached_ids.py`): others may have another one.
+6. before tokens that are marked for an image or an invocation (`base/cache_ids.py`): others may have another one.
 
 A checkpoint is also taken where a waiting request diverges from this one, and at the end of a prompt of which
 further choices are waiting.

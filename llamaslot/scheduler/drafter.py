@@ -113,7 +113,7 @@ class Drafter:
         if n <= 0 or request.fast_forwards:
             return None
         n_matched, follows = self._find(request, n)
-        # Tiles, and the ids of marked tokens (`cached_ids.py`), are not generated.
+        # Tiles, and the ids of marked tokens (`cache_ids.py`), are not generated.
         follows = follows[: next(iter(np.flatnonzero(follows < 0)), len(follows))]
         rate = request.acceptance.rate(n_matched)
         is_likely = n_matched >= MIN_MATCH and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN

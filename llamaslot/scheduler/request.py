@@ -20,14 +20,14 @@ from msgspec.structs import replace
 
 from llamaslot.base.adapters import Adapters, activation_of, always_active
 from llamaslot.base.backend import CompiledConstraint, Sampler
-from llamaslot.base.cached_ids import cached_prompt
+from llamaslot.base.cache_ids import cache_ids_of
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.errors import next_state
 from llamaslot.base.events import Progress
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.images import PromptImage, Tile
-from llamaslot.base.namespaces import keyed_namespace, private_namespace, shifted_namespace
+from llamaslot.base.namespaces import private_namespace, shifted_namespace
 from llamaslot.base.stats import CacheStats, Miss, PromptStats, RequestStats, SpeculationStats
 from llamaslot.base.tokens import WIDTH, TokenizedPrompt, Tokens, packed, unpacked
 from llamaslot.kvcache.match import Acquired, LoadResult, Match
@@ -305,17 +305,17 @@ class Request:
         """Where its prompt activates an adapter, if it does."""
         self.prompt = prompt
         """As the model knows it."""
-        cached = cached_prompt(prompt, self.activation)
-        self.marked_from = cached.marked_from
-        """Where tokens of the prompt have other ids in the cache (`CachedPrompt.marked_from`)."""
-        self.cached_prompt = packed(cached.ids)
+        known = cache_ids_of(prompt, self.activation)
+        self.marked_from = known.marked_from
+        """Where tokens of the prompt have other ids in the cache (`CacheIds.marked_from`)."""
+        self.packed_ids = packed(known.ids) if known.marked_from else prompt.packed_tokens
         """The prompt as the cache knows it, packed."""
         self.id = params.completion_id
         self.arrival = arrival
         """Order of submission; unchanged by preemption."""
         self._submitted = now
         self.tiles = Tiles(prompt.images)
-        self.tokens = TokenBuffer(cached.ids)
+        self.tokens = TokenBuffer(known.ids)
         """The prompt and the tokens generated so far, as the cache knows them, without those that a context shift
         has discarded.
         """
@@ -323,7 +323,7 @@ class Request:
         self.wants_scores = params.prompt_probs >= 0
         self.is_private = self.wants_scores or not (params.cache_prompt and can_reuse)
         """True if it shares no KV with other requests, neither theirs nor its own."""
-        self.shared_namespace = keyed_namespace(params.namespace, cached.key)
+        self.shared_namespace = params.namespace_with(known.key)
         """The namespace of requests that share KV with it, unless it is private."""
         self.namespace = (
             private_namespace(self.id if self.wants_scores else params.group or self.id, params.cache_salt)
@@ -398,7 +398,7 @@ class Request:
 
     def as_cached(self, start: int, computed: Tokens) -> Tokens:
         """Return computed tokens, the first of which is at `start`, as the cache knows them."""
-        return self._with_prompt(self.cached_prompt, start, computed)
+        return self._with_prompt(self.packed_ids, start, computed)
 
     def _with_prompt(self, prompt: bytes, start: int, tokens: Tokens) -> Tokens:
         """Return tokens with those of a prompt, packed, in place of the ones at the same positions.

@@ -188,7 +188,7 @@ class Scheduler:
         """Return why a request's prompt cannot be pinned, as it asks for; empty if it can."""
         pending = [each for each in (*self.queue, *self.running) if each.params.pin]
         n_pending = sum(each.n_prompt for each in pending)
-        return self._pins.why_not(request.namespace, request.cached_prompt, len(pending), n_pending)
+        return self._pins.why_not(request.namespace, request.packed_ids, len(pending), n_pending)
 
     def end(self, request: Request, now: float, *, cancelled: bool = False) -> None:
         """End a queued or running request; what it computed stays cached unless it is private."""
@@ -417,7 +417,7 @@ class Scheduler:
             self._drop_distrusted(request)
             if request.params.pin is not None and not request.is_private:
                 change = self._pins.add if request.params.pin else self._pins.remove
-                change(request.namespace, request.cached_prompt)
+                change(request.namespace, request.packed_ids)
             self.end(request, now)
             return [*outcomes, Sampled(request, (), "limit", vector=vector)]
         if any(each.tokens == (NO_TOKEN,) for each in results):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.base.cached_ids import MAX_MARKED_FOR_ADAPTERS
+from llamaslot.base.cache_ids import MAX_MARKED_FOR_ADAPTERS
 from llamaslot.base.model import Adapter
 from tests.fake_backend import FakeBackend
 

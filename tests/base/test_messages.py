@@ -128,7 +128,9 @@ QUERIES = [
 ]
 RECORDS = (
     TextAnchor(key=b"key", tokens=b"abcd", parent=b"parent", start=3),
-    Session(key=b"key", tokens=b"abcd", session=b"key", n_added=0, n_prompt=1, n_text=1, branches=((0, b"efgh"),)),
+    Session(
+        key=b"key", tokens=b"abcd", session=b"key", n_added=0, n_prompt=1, n_text=1, branches=((0, b"efgh", "key"),)
+    ),
     reply(b"key", owner="one"),
 )
 PARAMS = GenerateParams("r", sampling=SAMPLING, adapters=(AppliedAdapter(1, 0.5, "digest"),))

@@ -12,7 +12,7 @@ from bench import synthetic
 from bench.projector_files import picture, write_projector
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Vocab
-from llamaslot.base.cached_ids import marked_ids
+from llamaslot.base.cache_ids import marked_ids
 from llamaslot.base.commands import ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Finished
 from llamaslot.base.generation.sampling import Sampling

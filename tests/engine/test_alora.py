@@ -16,7 +16,7 @@ from bench.lora_files import INVOCATION, write_adapter
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.adapters import Adapters, activation_of, applied
 from llamaslot.base.backend import Run
-from llamaslot.base.cached_ids import MAX_MARKED_FOR_ADAPTERS, cached_prompt
+from llamaslot.base.cache_ids import MAX_MARKED_FOR_ADAPTERS, cache_ids_of
 from llamaslot.base.commands import TokensPart
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
@@ -216,7 +216,7 @@ def test_scales_whose_first_ids_are_alike_share_nothing_that_depends_on_them(
 
     def first_id(adapters: Adapters) -> int:
         prompt = TokenizedPrompt(packed(np.array(tokens)))
-        cached = cached_prompt(prompt, activation_of(adapters, prompt.packed_tokens))
+        cached = cache_ids_of(prompt, activation_of(adapters, prompt.packed_tokens))
         return int(cached.ids[cached.marked_from[0]])
 
     others = [chosen(backend, -100 + i / 1000, 0, 0) for i in range(10_000)]

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.base.adapters import applied
-from llamaslot.base.cached_ids import MAX_MARKED_FOR_IMAGE
+from llamaslot.base.cache_ids import MAX_MARKED_FOR_IMAGE
 from llamaslot.base.commands import ContextShift, ImagePart, PromptPart, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished
 from llamaslot.base.images import ImageLayout, ImageSize

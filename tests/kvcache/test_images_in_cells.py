@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from llamaslot.base.cached_ids import MAX_MARKED_FOR_IMAGE
+from llamaslot.base.cache_ids import MAX_MARKED_FOR_IMAGE
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.images import ImageLayout

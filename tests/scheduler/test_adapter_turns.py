@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.base.adapters import Adapters, applied
-from llamaslot.base.cached_ids import MAX_MARKED_FOR_ADAPTERS
+from llamaslot.base.cache_ids import MAX_MARKED_FOR_ADAPTERS
 from llamaslot.base.commands import GenerateParams
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret, salt_namespace

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from llamaslot.base.adapters import Adapters, activation_of, applied
-from llamaslot.base.cached_ids import CachedPrompt, cached_prompt
+from llamaslot.base.cache_ids import CacheIds, cache_ids_of
+from llamaslot.base.commands import GenerateParams
 from llamaslot.base.images import PromptImage, before_tile, tile_ids
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE, keyed_namespace, public_of, salt_namespace
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_SALT, key_salt, key_secret, public_of
 from llamaslot.base.tokens import TokenizedPrompt, packed
 from tests.base.test_activation import LOADED, chosen
 
@@ -34,12 +35,12 @@ def prompt_of(*parts: int | str) -> TokenizedPrompt:
     return TokenizedPrompt(packed(np.array(tokens, dtype=np.int32)), images=tuple(images))
 
 
-def cached(*parts: int | str, adapters: Adapters = ()) -> CachedPrompt:
+def cached(*parts: int | str, adapters: Adapters = ()) -> CacheIds:
     prompt = prompt_of(*parts)
-    return cached_prompt(prompt, activation_of(adapters, prompt.packed_tokens))
+    return cache_ids_of(prompt, activation_of(adapters, prompt.packed_tokens))
 
 
-def marked(prompt: TokenizedPrompt, found: CachedPrompt) -> list[int]:
+def marked(prompt: TokenizedPrompt, found: CacheIds) -> list[int]:
     """Positions whose ids are other ones in the cache; says which tokens they have."""
     changed = np.flatnonzero(found.ids != prompt.tokens)
     assert (found.ids[changed] < 0).all()
@@ -181,9 +182,13 @@ def test_what_too_few_ids_tell_apart_has_keys_that_differ() -> None:
 
 
 def test_a_key_is_at_the_end_of_a_namespace() -> None:
-    key = cached("a").key
-    names = ["", "salt", "salt+adapters"]
-    assert len({*names, *(keyed_namespace(each, key) for each in names)}) == 6
-    assert keyed_namespace("salt", "") == "salt"
-    assert salt_namespace("", "adapters" + key) == keyed_namespace(salt_namespace("", "adapters"), key)
-    assert public_of(keyed_namespace(f"key.{1:032x}", key)) == keyed_namespace(PUBLIC_NAMESPACE, key)
+    key, adapters = cached("a").key, chosen(0, 0, 1)
+    given = [
+        GenerateParams("r", cache_salt=salt, adapters=each) for salt in ("", "salt") for each in ((), adapters)
+    ]
+    names = [each.namespace_with(name) for each in given for name in ("", key)]
+    assert len({*names}) == 8
+    assert names[::2] == [each.namespace for each in given]
+    public = GenerateParams("r", cache_salt=PUBLIC_SALT).namespace_with(key)
+    tenant = GenerateParams("r", cache_salt=key_salt(key_secret("ann"), "")).namespace_with(key)
+    assert public_of(tenant) == public != PUBLIC_NAMESPACE

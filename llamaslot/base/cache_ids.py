@@ -52,7 +52,7 @@ many models have two delimiters.
 """
 
 
-class CachedPrompt(NamedTuple):
+class CacheIds(NamedTuple):
     """A prompt as the cache knows it."""
 
     ids: Tokens
@@ -61,7 +61,7 @@ class CachedPrompt(NamedTuple):
     prompt without either.
     """
     key: str = ""
-    """Digest of what too few tokens are marked for, a part of the prompt's namespace (`keyed_namespace`)."""
+    """Digest of what too few tokens are marked for, a part of the prompt's namespace."""
 
 
 class _Range(NamedTuple):
@@ -73,10 +73,10 @@ class _Range(NamedTuple):
     """Digest of what follows them."""
 
 
-def cached_prompt(prompt: TokenizedPrompt, activation: Activation | None) -> CachedPrompt:
+def cache_ids_of(prompt: TokenizedPrompt, activation: Activation | None) -> CacheIds:
     """Return a prompt as the cache knows it: unless it has images or activates an adapter, by its tokens."""
     if activation is None and not prompt.images:
-        return CachedPrompt(prompt.tokens)
+        return CacheIds(prompt.tokens)
     ids, starts, not_told = prompt.tokens.copy(), list[int](), b""
     if activation is not None:
         # First, so that an image soon after the invocation does not take its tokens.
@@ -98,7 +98,7 @@ def cached_prompt(prompt: TokenizedPrompt, activation: Activation | None) -> Cac
         _mark(ids, group)
         starts.append(group.start)
     key = hashlib.blake2b(not_told, digest_size=16, person=b"not marked").hexdigest() if not_told else ""
-    return CachedPrompt(ids, tuple(starts), key)
+    return CacheIds(ids, tuple(starts), key)
 
 
 def marked_ids(digest: bytes, tokens: Tokens) -> Tokens:
