@@ -19,8 +19,6 @@ import psutil
 import structlog
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app.cache_budgets import MAX_AUTO_RAM_BYTES
-from llamaslot.app.cache_tiers import auto_disk_bytes
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_template
 from llamaslot.app.http_config import api_settings, check_vocabulary, max_queue_per_client
@@ -129,7 +127,8 @@ class _Memory(NamedTuple):
 
 
 def _divided_memory(config: Config, n_loaded: int, n_kept: int) -> _Memory:
-    # It brings numpy, which a server of one model does not need here.
+    # These bring numpy, which a server of one model does not need here.
+    from llamaslot.app.cache_budgets import MAX_AUTO_RAM_BYTES  # noqa: PLC0415
     from llamaslot.backend.host import host_memory  # noqa: PLC0415
 
     budget = config.models_memory
@@ -204,6 +203,8 @@ def _folder(entry: ModelEntry) -> str:
 
 def _disk_bytes(config: Config) -> int:
     """Return the bytes of `--cache-disk-size` for all models together."""
+    from llamaslot.app.cache_tiers import auto_disk_bytes  # noqa: PLC0415 - it brings numpy
+
     if config.cache_disk_size != "auto" or not config.cache_disk:
         return config.cache_disk_size * _MIB if config.cache_disk_size != "auto" else _MIB
     folder = Path(config.cache_disk).expanduser()

@@ -85,7 +85,7 @@ def test_scales_of_zero_share_what_the_model_alone_has_computed() -> None:
 
 def test_a_namespace_without_adapters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: what this file checks would not hold."""
-    monkeypatch.setattr(GenerateParams, "namespace", property(lambda params: salt_namespace(params.cache_salt)))
+    monkeypatch.setattr(GenerateParams, "namespace_with", lambda params, _key: salt_namespace(params.cache_salt))
     shared = driver()
     shared.run(PROMPT, adapters=SETS[ONE])
     with pytest.raises(AssertionError, match="KV of other adapters"):
