@@ -56,15 +56,15 @@ class Server:
             if await self.client.healthy():
                 self.ready_s = perf_counter() - started
                 if self._needs_costs:
-                    await self._measured(n_before)
+                    await self.measured(n_before)
                 return
             if self._process.returncode is not None:
                 raise NotReadyError(f"the server ended with status {self._process.returncode} before it was ready")
             await asyncio.sleep(POLL_SECONDS)
         raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
 
-    async def _measured(self, n_before: int) -> None:
-        """Wait until llamaslot has measured its costs, if this is its first start with the model."""
+    async def measured(self, n_before: int) -> None:
+        """Wait until llamaslot has measured the costs of a model, if it was first loaded after `n_before` bytes of log."""
         for _ in range(int(START_SECONDS)):
             told = self._log.read_bytes()[n_before:]
             if b"costs.pending" not in told or b"costs.measured" in told:

@@ -65,10 +65,14 @@ async def _measure(model: Path, flags: Sequence[str], repeats: int, folder: Path
     tokens, chance, log = Tokens(model), np.random.default_rng(1), folder / "swap-server.log"
     with _two_of(model, folder) as models:
         command = llamaslot(None, "--models-dir", models, *flags, "--log-format", "json")
-        # Costs are measured while a model is idle, and none is idle for long here.
         async with serving(command, log=log, needs_costs=False) as server:
+            # Costs are measured while a model is idle, and none is idle for long later.
+            for name in ("a", "b"):
+                n_before = log.stat().st_size
+                await server.client.complete([1], model=name, n_predict=1, **_SETTINGS)
+                await server.measured(n_before)
             pairs = []
-            for i in range(repeats + 1):
+            for i in range(1, repeats + 1):
                 await server.client.complete([1], model="a", n_predict=1, **_SETTINGS)
                 prompt = chance.integers(0, tokens.n_vocab, N_PROMPT).tolist()
                 question = chance.integers(0, tokens.n_vocab, N_QUESTION).tolist()
@@ -78,19 +82,17 @@ async def _measure(model: Path, flags: Sequence[str], repeats: int, folder: Path
                 prompt += [*first.tokens, *question]
                 turn = await server.client.complete(prompt, model="a", n_predict=1, **_SETTINGS)
                 swap = _swapped_s(log, n_before)
-                if i:
-                    # The first loads both for the first time.
-                    pairs.append(
-                        {
-                            "cold": first.ttft,
-                            "total": turn.ttft,
-                            "swap": swap,
-                            "warm": turn.ttft - swap,
-                            "ratio": (turn.ttft - swap) / first.ttft,
-                            "reused": 1 - turn.computed / len(prompt),
-                        }
-                    )
-                    notes.print(f"swap: {i} of {repeats}, {pairs[-1]['ratio']:.2f}x")
+                pairs.append(
+                    {
+                        "cold": first.ttft,
+                        "total": turn.ttft,
+                        "swap": swap,
+                        "warm": turn.ttft - swap,
+                        "ratio": (turn.ttft - swap) / first.ttft,
+                        "reused": 1 - turn.computed / len(prompt),
+                    }
+                )
+                notes.print(f"swap: {i} of {repeats}, {pairs[-1]['ratio']:.2f}x")
             return pairs
 
 

@@ -17,5 +17,5 @@ def _without_costs() -> Iterator[None]:
         return
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Server, "_measured", known)
+        patch.setattr(Server, "measured", known)
         yield
