@@ -64,7 +64,10 @@ class Server:
         raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
 
     async def measured(self, n_before: int) -> None:
-        """Wait until llamaslot has measured the costs of a model, if it was first loaded after `n_before` bytes of log."""
+        """Wait until llamaslot has measured the costs of a model that it loaded after `n_before` bytes of the log.
+
+        They may be known from an earlier start.
+        """
         for _ in range(int(START_SECONDS)):
             told = self._log.read_bytes()[n_before:]
             if b"costs.pending" not in told or b"costs.measured" in told:
