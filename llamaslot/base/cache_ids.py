@@ -48,7 +48,8 @@ share.
 """
 _MIN_MARKED_FOR_IMAGE = 2
 """Fewest that tell images apart without a group or a namespace: 50 bits, with the first id. Between adjacent images
-many models have two delimiters.
+many models have two delimiters. They are fewer than those for adapters, since an image that was searched for would
+share one cell, and each further one takes 30 bits more.
 """
 
 

@@ -84,7 +84,8 @@ class Match:
     def before_tile(self) -> Match:
         """Return the match cut to where a tile begins within which it, or its resident part, may end.
 
-        A tile is computed whole, and the pool has no part of one. `n_cached` changes only with the resident part.
+        A tile is computed whole, and the pool has no part of one; marked tokens count as a tile. `n_cached` changes
+        only with the resident part.
         """
         tokens = unpacked(self.tokens)
         n = before_tile(tokens, self.n_resident)

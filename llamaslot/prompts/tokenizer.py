@@ -114,7 +114,10 @@ def _placed(part: ImagePart, start: int) -> tuple[list[Tokens], PromptImage]:
 
 
 def _first_tokens(prompt: TokenizedPrompt, n_tokens: int) -> TokenizedPrompt:
-    """Return the first tokens of a prompt, without a tile that is not whole among them."""
+    """Return the first tokens of a prompt, without a tile that is not whole among them.
+
+    If they end between two images of one group (`base/cache_ids.py`), later prompts share only what precedes both.
+    """
     n_tokens = before_tile(prompt.tokens, n_tokens)
     images = [
         structs.replace(image, tiles=tuple(each for each in image.tiles if each[1] <= n_tokens))
