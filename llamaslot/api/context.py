@@ -200,6 +200,8 @@ READINESS = web.AppKey("READINESS", Readiness)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 SERVICE = web.RequestKey("SERVICE", Service)
 """The service of the model that a request is for."""
+LOADING_S = web.RequestKey("LOADING_S", float)
+"""Seconds that a request has waited until its model was loaded."""
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
 CALLER = web.RequestKey("CALLER", Caller)

@@ -6,13 +6,14 @@ A server of one model answers whatever name a request has.
 from __future__ import annotations
 
 from enum import Enum
+from time import perf_counter
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import BODY_READER, has_body
-from llamaslot.api.context import READINESS, SERVICE
+from llamaslot.api.context import LOADING_S, READINESS, SERVICE
 from llamaslot.api.http_errors import Handler
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.protocol.bodies import decode
@@ -78,10 +79,11 @@ async def _answer(request: web.Request, handler: Handler, requires: Requires, na
         return await handler(request)
     model = models.find(name)
     _check_task(requires, model)
+    started = perf_counter()
     async with models.use(name) as service:
         # Its file may have said that it is a reranker.
         _check_task(requires, model)
-        request[SERVICE] = service
+        request[SERVICE], request[LOADING_S] = service, perf_counter() - started
         return await handler(request)
 
 

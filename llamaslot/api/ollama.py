@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot.api import http_errors
 from llamaslot.api.bodies import LATER, encode, joined_lists, json_response, list_of, read, with_values
-from llamaslot.api.context import READINESS, started
+from llamaslot.api.context import LOADING_S, READINESS, started
 from llamaslot.api.embeddings import VectorWriter, numbers_of
 from llamaslot.api.generation.reply_parts import CacheUse, Prob, ProbsWriter, cache_use
 from llamaslot.api.generation.request_handling import ReplyWriter, complete, end_reason
@@ -151,7 +151,7 @@ class OllamaEmbedWriter(VectorWriter):
         assert form is not None
         reply = OllamaEmbedReply(model=form.model or _with_tag(self.model), embeddings=LATER)
         if end is not None and end.progress is not None:
-            durations = _durations(end.progress)
+            durations = _durations(end.progress, self.request)
             reply.total_duration, reply.load_duration = durations["total_duration"], durations["load_duration"]
             reply.prompt_eval_count = durations["prompt_eval_count"]
         return with_values(reply, list_of(self.piece(numbers_of(each)) for each in self.completions))
@@ -243,7 +243,7 @@ class OllamaReplyWriter(ReplyWriter):
         fields: dict[str, Any] = {
             "done": True,
             "done_reason": "length" if reason == "limit" else "stop",
-            **_durations(end.progress),
+            **_durations(end.progress, self.request),
             "cache": cache_use(end.progress),
         }
         if probs is not None:
@@ -307,9 +307,9 @@ def _one_line(arguments: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.format(arguments.encode(), indent=-1))
 
 
-def _durations(progress: Progress) -> dict[str, int]:
+def _durations(progress: Progress, request: web.Request) -> dict[str, int]:
     """Return counts, and durations of at least a nanosecond, because clients divide by them."""
-    times = (progress.queue_ms, progress.prompt_ms, progress.predicted_ms)
+    times = (1e3 * request[LOADING_S] + progress.queue_ms, progress.prompt_ms, progress.predicted_ms)
     load, prompt, predicted = (max(round(ms * _NS_PER_MS), 1) for ms in times)
     return {
         "total_duration": load + prompt + predicted,

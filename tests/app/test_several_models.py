@@ -85,6 +85,13 @@ def test_models_are_loaded_when_they_are_named_and_lose_no_prefix(folder: Path, 
         for name in ("b", "a"):
             chat = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
             assert server.post("/v1/chat/completions", chat)["model"] == name
+        # Ollama's replies say how long that took.
+        body = {"model": "c", "prompt": "x", "stream": False, "options": {"num_predict": 2}}
+        started = time.perf_counter()
+        loaded = server.post("/api/generate", body)
+        whole_s = time.perf_counter() - started
+        assert whole_s / 2 < loaded["total_duration"] / 1e9 < whole_s
+        assert loaded["load_duration"] > 5 * server.post("/api/generate", body)["load_duration"]
         assert server.stop() == 0
 
 
