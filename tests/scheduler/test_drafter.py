@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamaslot.base.commands import GenerateParams
@@ -26,7 +26,14 @@ STEP_S, TOKEN_S = 0.016, 0.001
 """Seconds of a step of decodes, and those that each drafted token adds."""
 
 
-@given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=100), n=st.integers(1, 70))
+pieces = st.lists(st.integers(0, 2), min_size=1, max_size=90)
+texts = st.builds(lambda piece, n, end: piece * n + end, pieces, st.integers(1, 4), st.just([]) | pieces)
+"""Some have many occurrences of their last tokens, some of which are longer than what is compared."""
+
+
+@given(tokens=texts, n=st.integers(1, 70))
+@example(tokens=[1, 0] * 40 + [2, 0], n=3)
+@example(tokens=[2, 0, 0, 0] + [1, 0, 0, 0] * 40 + [2, 0, 0, 0], n=3)
 def test_prompt_lookup_follows_the_longest_and_latest_earlier_occurrence(tokens: list[int], n: int) -> None:
     n_matched, follows = prompt_lookup(np.array(tokens, dtype=np.int32), n)
 
