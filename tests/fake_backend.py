@@ -137,15 +137,19 @@ class FakeSampler:
         """Reason for `CONSTRAINT_FAILED`."""
         return self.matcher.failure if self.matcher is not None else ""
 
-    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+    def advance(self, *, forced: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tokens that the constraint forces behind `forced` ones."""
         if self.matcher is None:
             return ()
         for token in forced:
             self.matcher.accept(token)
-        more = self.matcher.forced() if fast_forward else ()
+        more = self.force()
         self.matcher.begin_mask()
         return more
+
+    def force(self) -> tuple[int, ...]:
+        """Return the tokens that the constraint forces next, unless probabilities are wanted."""
+        return self.matcher.forced() if self.matcher is not None and self.sampling.n_probs < 0 else ()
 
     def close(self) -> None:
         """Mark the sampler as freed; a bug if it is already."""
@@ -524,7 +528,7 @@ class FakeBackend:
                 raise kv_ops.IllegalCallError("sampling with a freed sampler")
             sampler.scores.clear()
             choose = functools.partial(self._draw, self._rows[seq], sampler)
-            sampled.append(accepted(self._drafts[seq], self.vocab.eog, choose))
+            sampled.append(accepted(self._drafts[seq], self.vocab.eog, choose, sampler.force))
         return sampled
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:

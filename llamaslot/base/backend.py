@@ -67,20 +67,34 @@ class Run:
         """Number of drafted tokens, which are the last ones."""
         return max(self.n_outputs - 1, 0)
 
+    def n_accepted(self, sampled: Sequence[int]) -> int:
+        """Return how many drafted tokens are right, if `sampled` came of this run.
 
-def accepted(draft: Sequence[int], eog: frozenset[int], choose: Callable[[int], int]) -> tuple[int, ...]:
-    """Choose a token after each row of logits, as long as it is the drafted token that has the next row.
+        The last of those is never accepted: the next step computes it.
+        """
+        most = min(self.n_drafted, len(sampled) - 1)
+        drafted = self.tokens[len(self.tokens) - self.n_drafted :].tolist()
+        return next((i for i in range(most) if drafted[i] != sampled[i]), most)
+
+
+def accepted(
+    draft: Sequence[int], eog: frozenset[int], choose: Callable[[int], int], forced: Callable[[], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Choose a token after each row of logits, as long as all tokens so far are the drafted ones.
 
     `choose` returns the token after the row with that index, or a negative number if it failed. If it fails after
-    the first row, that row is left to the next step, in which it is the first one.
+    the first row, that row is left to the next step, in which it is the first one. `forced` returns the tokens that
+    a constraint forces after those so far: they take the place of choices, as they do without drafts.
     """
     tokens: list[int] = []
-    for row in range(len(draft) + 1):
-        token = choose(row)
+    while (n := len(tokens)) <= len(draft):
+        token = choose(n)
         if token < 0:
             return tuple(tokens) or (token,)
         tokens.append(token)
-        if row == len(draft) or token != draft[row] or token in eog:
+        if tokens[n:] == draft[n : n + 1] and token not in eog:
+            tokens += forced()
+        if tokens[n:] != draft[n : len(tokens)] or tokens[-1] in eog:
             break
     return tuple(tokens)
 
@@ -172,11 +186,12 @@ class Sampler(Protocol):
     def failure(self) -> str:
         """Reason for `CONSTRAINT_FAILED`; empty before."""
 
-    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+    def advance(self, *, forced: tuple[int, ...]) -> tuple[int, ...]:
         """Accept the token that was sampled last, before the next `decode`.
 
         `forced` tokens follow it; a constraint must allow them. Returns the tokens that the constraint forces
-        after them, if `fast_forward`. All of these count as sampled.
+        after them; none if the request asks for probabilities, which such tokens lack. All of these count as
+        sampled.
         """
 
     def close(self) -> None:
@@ -309,9 +324,10 @@ class Backend(Protocol):
         """Sample for each sequence id and its sampler; the last `decode` had outputs for all of them.
 
         Returns the drafted tokens up to the first that the sampler did not choose, and the token it chose then:
-        at least one, at most `n_outputs`. The sequence still holds the whole draft. If the first row of logits
-        contains NaN, or infinity as the highest, `NO_TOKEN` is the only token, and likewise `CONSTRAINT_FAILED`; a
-        later row that fails ends the tokens before it.
+        at least one, at most `n_outputs`. What a constraint forces within a draft is not chosen; if it differs from
+        the draft, or goes beyond it, all of it is returned. The sequence still holds the whole draft. If the first
+        row of logits contains NaN, or infinity as the highest, `NO_TOKEN` is the only token, and likewise
+        `CONSTRAINT_FAILED`; a later row that fails ends the tokens before it.
         """
 
     def score(self, seq: int, n_top: int) -> list[TokenScore]:

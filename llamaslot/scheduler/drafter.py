@@ -112,8 +112,7 @@ class Drafter:
         n = min(request.params.max_draft, self.max_draft, self._n_rows, self._n_ctx - len(request.tokens) - 1)
         if request.n_draftable is not None:
             n = min(n, request.n_draftable)
-        # A grammar appends forced tokens without sampling: sampled, they would use up random numbers.
-        if n <= 0 or request.fast_forwards:
+        if n <= 0:
             return None
         n_matched, follows = self._find(request, n)
         # Tiles, and the ids of marked tokens (`cache_ids.py`), are not generated.

@@ -476,11 +476,6 @@ class Request:
         """True unless its constraint is still being compiled, or its KV still being fetched."""
         return not self.is_fetching and (self.params.constraint is None or self.constraint is not None)
 
-    @property
-    def fast_forwards(self) -> bool:
-        """True if forced tokens are appended without sampling; not if probabilities are wanted, which they lack."""
-        return self.params.constraint is not None and self.params.sampling.n_probs < 0
-
     def is_decoding(self, n_pending: int) -> bool:
         """True if it has only one token to compute, or the last sampled one with those forced after it.
 
@@ -558,7 +553,11 @@ class Request:
 
         None without a limit.
         """
-        limits = [self.n_remaining, self.reasoning_limit.n_free if self.reasoning_limit is not None else None]
+        n_reasoning = self.reasoning_limit.n_free if self.reasoning_limit is not None else None
+        if n_reasoning is not None and self.params.constraint is not None:
+            # What the constraint forces within the draft might pass the end of the reasoning.
+            return 0
+        limits = [self.n_remaining, n_reasoning]
         return min((max(limit - 1, 0) for limit in limits if limit is not None), default=None)
 
     @property

@@ -155,7 +155,7 @@ class RequestResult:
     sampler: Sampler | None = None
     """The request's sampler, created by this step unless it had one; None if nothing was to be sampled."""
     tokens: tuple[int, ...] = ()
-    """Sampled tokens, of which all but the last were drafted; `NO_TOKEN` alone for invalid logits."""
+    """Accepted tokens of the draft, and one more, each sampled or forced; `NO_TOKEN` alone for invalid logits."""
     scores: Sequence[TokenScore] = ()
     """Probabilities of the sampled tokens, if the request wants them."""
     forced: tuple[int, ...] = ()
@@ -233,8 +233,9 @@ def _sample(works: Sequence[Work], draws: Draws, backend: Backend) -> list[tuple
         of_work = []
         for request in work.samples:
             (_, sampler), tokens = next(sampled)
-            scores = tuple(sampler.scores)
-            of_work.append(RequestResult(request, sampler, tokens, scores, _forced(request, sampler, tokens)))
+            n_new = work.run.n_accepted(tokens) + 1
+            forced = tokens[n_new:] + _forced(request, sampler, tokens)
+            of_work.append(RequestResult(request, sampler, tokens[:n_new], tuple(sampler.scores), forced))
         if not of_work:
             vector = backend.vector(work.run.seq) if work.run.n_outputs else b""
             of_work.append(RequestResult(work.request, vector=vector))
@@ -264,7 +265,7 @@ def _forced(request: Request, sampler: Sampler, sampled: tuple[int, ...]) -> tup
         return ()
     forced = limit.add(sampled) if limit is not None else ()
     if forced or request.constraint is not None:
-        by_constraint = sampler.advance(forced=forced, fast_forward=request.fast_forwards)
+        by_constraint = sampler.advance(forced=forced)
         forced += by_constraint
         if limit is not None:
             limit.add(by_constraint)

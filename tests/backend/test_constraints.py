@@ -98,8 +98,8 @@ def generate(chooser: Chooser, vocab: LlamaVocab, *, fast_forward: bool, most: i
     while len(tokens) < most and not vocab.eog.intersection(tokens):
         tokens.append(chooser.next(len(tokens)))
         assert tokens[-1] >= 0, chooser.sampler.failure
-        if tokens[-1] not in vocab.eog:
-            tokens += chooser.sampler.advance(forced=(), fast_forward=fast_forward)
+        if fast_forward and tokens[-1] not in vocab.eog:
+            tokens += chooser.sampler.advance(forced=())
     return tokens
 
 
@@ -243,7 +243,7 @@ def test_a_constraint_that_becomes_too_complex_fails_with_a_reason(
     tokens = [chooser.next(i) for i in range(50)]
     assert CONSTRAINT_FAILED in tokens
     assert chooser.sampler.failure
-    assert chooser.sampler.advance(forced=(), fast_forward=True) == ()
+    assert chooser.sampler.advance(forced=()) == ()
 
 
 def test_masks_are_computed_beside_the_thread_that_samples(vocab: LlamaVocab, compiler: ConstraintCompiler) -> None:
@@ -296,7 +296,7 @@ def test_copies_of_a_compiled_grammar_are_independent(vocab: LlamaVocab, compile
         for chooser, tokens in zip(choosers, together, strict=True):
             if not vocab.eog.intersection(tokens):
                 tokens.append(chooser.next(len(tokens)))
-                tokens.extend(chooser.sampler.advance(forced=(), fast_forward=True))
+                tokens.extend(chooser.sampler.advance(forced=()))
     assert together == alone
 
 

@@ -334,7 +334,6 @@ def test_a_batch_may_mix_device_host_and_grammar(streams: Streams) -> None:
             text.append(token)
         assert streams.backend._chains.on_device == {0, 2}
         assert len(samplers[1][1].scores) == 1
-        constrained.advance(forced=(), fast_forward=False)
     streams.clear()
     if not has_gpu():  # There, steps of one and of four sequences round differently.
         assert texts[0][1:] == texts[1][1:] == greedy

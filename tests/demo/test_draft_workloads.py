@@ -55,6 +55,11 @@ KINDS = {
     "seeded": {"sampling": Sampling(temperature=0.8, top_k=40, top_p=1.0, min_p=0.0), "max_tokens": 40},
     "drawn of all": {"sampling": Sampling(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0), "max_tokens": 40},
     "grammar": {"sampling": GREEDY, "max_tokens": 60, "constraint": PERSON},
+    "seeded grammar": {
+        "sampling": Sampling(temperature=0.8, top_k=40, top_p=1.0, min_p=0.0),
+        "max_tokens": 60,
+        "constraint": PERSON,
+    },
     "scored grammar": {"sampling": Sampling(temperature=0.0, n_probs=2), "max_tokens": 60, "constraint": PERSON},
 }
 """Fields of requests; those that are sampled get a seed."""
@@ -71,7 +76,7 @@ EVENTS = (
         "read",
         "copied",
     ),
-    *("seeded", "grammar", "recurrent"),
+    *("seeded", "grammar", "seeded grammar", "recurrent"),
 )
 """What the workloads must come to."""
 

@@ -14,11 +14,11 @@ from jsonschema import Draft202012Validator
 from bench import synthetic
 from llamaslot.app.model_files import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.sampling.host_sampler import HostSampler
 from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.scheduler.request import Request
 from llamaslot.text.grammars.compiling import GrammarChecker
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.conftest import LONG
@@ -134,7 +134,7 @@ async def test_a_reply_is_the_same_warm_preempted_and_stepwise(monkeypatch: pyte
     async with running(LlamaBackend(settings(n_ctx=256, n_slots=3))) as engine:
         crowded = await asyncio.gather(*(reply(engine, f"r{i}", cache_salt=str(i)) for i in range(3)))
         assert engine.engine.scheduler.admission.n_preempted > 0
-    monkeypatch.setattr(Request, "fast_forwards", property(lambda _: False))
+    monkeypatch.setattr(HostSampler, "force", lambda _: ())
     async with running(LlamaBackend(settings())) as engine:
         stepwise = await reply(engine, "stepwise")
     for other in (first, warm, stepwise, *crowded):

@@ -18,11 +18,10 @@ from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.events import Cancelled, Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine import constraint_worker
-from llamaslot.scheduler.request import Request
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, Threaded, running
-from tests.fake_backend import EOS, FakeBackend
+from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.prompt_threads import text_request
 
 SCHEMA = {
@@ -89,7 +88,7 @@ async def test_forced_tokens_change_the_steps_and_nothing_else(monkeypatch: pyte
             return tokens, sum(sampler.n_drawn for sampler in backend.samplers)
 
     forwarded, n_drawn = await run()
-    monkeypatch.setattr(Request, "fast_forwards", property(lambda _: False))
+    monkeypatch.setattr(FakeSampler, "force", lambda _: ())
     stepwise, n_drawn_stepwise = await run()
     assert forwarded == stepwise
     assert n_drawn_stepwise == sum(map(len, stepwise))

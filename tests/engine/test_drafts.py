@@ -23,7 +23,14 @@ from tests.engine.harness import Harness, draft_replies, running
 from tests.fake_backend import FakeBackend
 
 NAME = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+NAMES = {
+    "type": "object",
+    "properties": {"one": {"enum": ["alpha", "alps", "beta"]}, "two": {"enum": ["gamma", "gavotte"]}},
+    "required": ["one", "two"],
+}
+"""Names of which some letters are chosen, and most are forced."""
 OPEN = Sampling(temperature=0.0, ignore_eos=True)
+SCORED = Sampling(temperature=1.0, seed=7, n_probs=2)
 
 
 class Steps:
@@ -75,9 +82,27 @@ async def reply(
         {"max_tokens": 40, "sampling": Sampling(temperature=1.0, seed=7, ignore_eos=True)},
         {"max_tokens": 40, "sampling": Sampling(temperature=0.0, ignore_eos=True, n_probs=2)},
         {"max_tokens": 40, "constraint": json_schema_constraint(NAME, "json_schema")},
+        {
+            "max_tokens": 40,
+            "constraint": json_schema_constraint(NAMES, "json_schema"),
+            "sampling": Sampling(temperature=1.0, seed=7),
+        },
+        {"max_tokens": 40, "constraint": json_schema_constraint(NAMES, "json_schema"), "sampling": SCORED},
         {"max_tokens": 40, "reasoning_budget": ReasoningBudget(9, (), (46, 46), is_open=True)},
     ],
-    ids=["eos", "limit", "one", "three", "context", "seed", "probs", "constraint", "reasoning"],
+    ids=[
+        "eos",
+        "limit",
+        "one",
+        "three",
+        "context",
+        "seed",
+        "probs",
+        "constraint",
+        "seeded constraint",
+        "scored constraint",
+        "reasoning",
+    ],
 )
 @pytest.mark.parametrize(
     "backend", [{}, {"unified": False}, {"n_spare_rows": 2}], ids=["unified", "parts", "few rows"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamaslot.base.commands import GenerateParams
+from llamaslot.base.generation.tools import ReasoningBudget
 from llamaslot.base.model import ModelInfo, StateKind, StepCost
 from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.cache import KVCache
@@ -18,6 +20,7 @@ from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.drafter import LENGTHS, MAX_MATCH, MIN_MATCH, Drafter, prompt_lookup
 from llamaslot.scheduler.request import Acceptance, Request
+from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.fake_backend import FakeBackend
 from tests.scheduler.test_scheduler import Driver, TimedBackend, generated, tokenized
 
@@ -61,8 +64,8 @@ def drafter(*, token_s: float = TOKEN_S, n_streams: Sequence[int] = range(1, 9),
     return Drafter(info, sizer, KVCache(CacheSettings(n_slots=1, n_cells=1024, n_seqs=1, gap_ms=100.0)))
 
 
-def request(text: str, *, max_draft: int = LENGTHS[-1]) -> Request:
-    params = GenerateParams("r", max_draft=max_draft)
+def request(text: str, *, max_draft: int = LENGTHS[-1], **fields: Any) -> Request:
+    params = GenerateParams("r", max_draft=max_draft, **fields)
     return Request(params, tokenized(text), arrival=0, now=0.0)
 
 
@@ -129,6 +132,17 @@ def test_nothing_is_drafted_after_a_short_match_or_where_drafts_are_off() -> Non
     assert drafted(drafter(), request(text + text[: MIN_MATCH - 1])) == [0]
     assert drafted(drafter(), request(text + text[:30], max_draft=0)) == [0]
     assert drafted(drafter(), request(text + text[:30], max_draft=5)) == [5]
+
+
+def test_nothing_is_drafted_under_a_grammar_before_limited_reasoning_ends() -> None:
+    text = letters(100)
+    budget = ReasoningBudget(20, (), (46, 46), is_open=True)
+    constraint = json_schema_constraint({}, "json_schema")
+    asked = request(text + text[:30], constraint=constraint, reasoning_budget=budget)
+    assert drafted(drafter(), asked) == [0]
+    assert asked.reasoning_limit is not None
+    asked.reasoning_limit.add([46, 46])
+    assert drafted(drafter(), asked) != [0]
 
 
 def test_the_length_is_that_with_the_most_tokens_per_second() -> None:

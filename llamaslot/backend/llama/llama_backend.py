@@ -396,7 +396,7 @@ class LlamaBackend:
                 continue
             sampler.scores.clear()
             choose = partial(self._choose, sampler, first)
-            sampled.append(accepted(draft, self.vocab.eog, choose))
+            sampled.append(accepted(draft, self.vocab.eog, choose, sampler.force))
         return sampled
 
     def _choose(self, sampler: HostSampler | DeviceSampler, first: int, row: int) -> int:

@@ -205,10 +205,14 @@ class DeviceSampler:
         handle = self._host_chain if self.chain is None else self.chain.handle
         llama_cpp.llama_sampler_accept(handle, token)
 
-    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+    def advance(self, *, forced: tuple[int, ...]) -> tuple[int, ...]:
         """Record forced tokens. No constraint forces more."""
         for token in forced:
             self.accept(token)
+        return ()
+
+    def force(self) -> tuple[int, ...]:
+        """Return nothing: it has no constraint."""
         return ()
 
     def check_open(self) -> None:

@@ -104,10 +104,10 @@ class HostSampler:
         """Reason of `CONSTRAINT_FAILED`."""
         return self._matcher.failure if self._matcher is not None else ""
 
-    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
-        """Advance by `forced` tokens and begin to compute the next mask.
+    def advance(self, *, forced: tuple[int, ...]) -> tuple[int, ...]:
+        """Advance by `forced` tokens and those that the constraint forces after them; returns the latter.
 
-        With `fast_forward`, also advance by the tokens that the constraint forces next, and return them.
+        Begins to compute the next mask.
         """
         for token in forced:
             self._accept(token)
@@ -115,11 +115,21 @@ class HostSampler:
             return ()
         for token in forced:
             self._matcher.accept(token)
-        more = self._matcher.forced() if fast_forward else ()
-        for token in more:
-            self._accept(token)
+        more = self.force()
         self._matcher.begin_mask()
         return more
+
+    def force(self) -> tuple[int, ...]:
+        """Advance by the tokens that the constraint forces next, and return them.
+
+        None if probabilities are wanted, which only chosen tokens have.
+        """
+        if self._matcher is None or self._n_probs >= 0:
+            return ()
+        tokens = self._matcher.forced()
+        for token in tokens:
+            self._accept(token)
+        return tokens
 
     def close(self) -> None:
         """Free the chain. Further use is an error."""
