@@ -139,6 +139,14 @@ class KVCache:
         """Return up to `n` tokens that followed a sequence's tokens and `token` before; empty if none are known."""
         return unpacked(self._tree.continuation(seq, token.to_bytes(WIDTH, "little"), n))
 
+    def search(self, namespace: str, last: Tokens, n_least: int, n: int) -> tuple[int, Tokens]:
+        """Return how many of the `last` tokens of a text occur in a namespace, and up to `n` that follow there.
+
+        (0, no tokens) if fewer than `n_least` of them occur in the texts that were used last.
+        """
+        n_matched, follows = self._tree.search(namespace, packed(last), n_least, n)
+        return n_matched, unpacked(follows)
+
     def match(self, namespace: str, tokens: bytes, last: Match | None = None) -> Match:
         """Return the longest cached prefix of `tokens`: `last` if the tree has not changed since that lookup."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):

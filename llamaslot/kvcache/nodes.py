@@ -197,6 +197,17 @@ class Node:
         """All tokens from the root to the end of this node, packed."""
         return b"".join(reversed([bytes(node.run) for node in self.path_to_root()]))
 
+    def text_from(self, at: int, n: int) -> bytes:
+        """Return up to `n` tokens, packed, from the byte `at` of the run on.
+
+        Where paths branch, the one that was used last is followed.
+        """
+        found, node = self.run[at:], self
+        while len(found) < n * WIDTH and node.children:
+            node = max(node.children.values(), key=lambda each: each.last_used)
+            found += node.run
+        return bytes(found[: n * WIDTH])
+
     def subtree(self) -> Iterator[Node]:
         """Yield this node and all below it, parents first."""
         rest = [self]
@@ -246,6 +257,13 @@ def n_equal(run: bytearray, tokens: bytes, at: int) -> int:
     """Return the number of leading tokens that `run` shares with `tokens[at:]`, which share at least one."""
     n = min(len(run), len(tokens) - at) // WIDTH
     same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
+    return n if same.all() else int(same.argmin())
+
+
+def n_equal_at_end(one: bytes, other: bytes) -> int:
+    """Return the number of last tokens that two packed texts share."""
+    n = min(len(one), len(other)) // WIDTH
+    same = np.frombuffer(one, "<i4")[::-1][:n] == np.frombuffer(other, "<i4")[::-1][:n]
     return n if same.all() else int(same.argmin())
 
 

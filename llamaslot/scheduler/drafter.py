@@ -3,6 +3,8 @@
     the tree            this prompt was answered before: its reply goes on as the one that the tree has
     prompt lookup       a reply that rewrites a file or quotes a tool's result: the tokens after the longest earlier
                         occurrence of the request's last ones
+    the tree, elsewhere a text that another conversation of the namespace has: what follows there after the last
+                        generated tokens
 
 One step computes a draft and samples after each of its tokens, as long as the sample is the drafted token
 (`base.backend.accepted`). So the reply is the one without drafts, and each accepted token saves a step.
@@ -49,6 +51,12 @@ MAX_DELAY = 0.1
 """Fraction of a step by which drafts may delay a stream that gains nothing by them."""
 MIN_GAIN = 0.5
 """Fewest tokens by which the gain must exceed the cost; less than that is within the noise of the estimates."""
+MIN_SEARCHED = 16
+"""Fewest generated tokens that another conversation must have before a draft from it: chances that a text goes on
+otherwise are higher than in the request's own.
+"""
+SEARCH_EVERY = 16
+"""Generated tokens between two searches of other conversations, unless they found something."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest observation of a cost."""
 _DECAY = 0.999
@@ -161,12 +169,19 @@ class Drafter:
             if len(follows) >= min(n, LENGTHS[0]):
                 # The whole prompt and the reply so far are repeated.
                 return max(MIN_MATCH, min(len(tokens), MAX_MATCH)), follows
-        if len(tokens) < request.lookup_at:
+        if len(tokens) >= request.lookup_at:
+            n_matched, follows = prompt_lookup(tokens, n)
+            # With each token, no more than one more can be repeated. In text that repeats little, most lookups are
+            # left out by this: on a CPU each one delays a step by a tenth of a millisecond.
+            request.lookup_at = len(tokens) + max(MIN_MATCH - n_matched, 0)
+            if n_matched >= MIN_MATCH:
+                return n_matched, follows
+        if request.n_generated < max(request.search_at, MIN_SEARCHED):
             return 0, NO_TOKENS
-        n_matched, follows = prompt_lookup(tokens, n)
-        # With each token, no more than one more can be repeated. In text that repeats little, most lookups are left
-        # out by this: on a CPU each one delays a step by a tenth of a millisecond.
-        request.lookup_at = len(tokens) + max(MIN_MATCH - n_matched, 0)
+        # Not the end of the prompt: templates and short questions end many prompts, and replies to them differ.
+        last = tokens[-min(request.n_generated, MAX_MATCH) :]
+        n_matched, follows = self._cache.search(request.namespace, last, MIN_SEARCHED, n)
+        request.search_at = request.n_generated + (0 if n_matched else SEARCH_EVERY)
         return n_matched, follows
 
     def _seconds(self, n: int, n_decoding: int, n_cells: int, step_s: float) -> float:

@@ -263,6 +263,8 @@ class Request:
     """Tokens that may come next, to be computed and verified in one step; a new token drops them."""
     lookup_at = 0
     """Number of tokens from which on enough of the last ones may be repeated for a draft (`drafter.py`)."""
+    search_at = 0
+    """Number of generated tokens from which on other conversations are searched for them (`drafter.py`)."""
     n_drafted = 0
     n_accepted = 0
     """Of the drafted tokens, those that were sampled."""

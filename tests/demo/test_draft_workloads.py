@@ -69,6 +69,7 @@ EVENTS = (
         "rejected",
         "tree",
         "own tokens",
+        "elsewhere",
         "cancelled",
         "stopped",
         "preempted",
@@ -212,12 +213,17 @@ class Witness:
         scheduler.plan, scheduler.commit = planned, committed
 
     def _check_origin(self, request: Any, draft: Tokens) -> None:
-        """A draft repeats the request's own tokens, or goes on as another request of its namespace did."""
+        """A draft repeats the request's own tokens, or a text that its namespace has."""
         tokens = request.tokens.view()
         _, own = drafter.prompt_lookup(tokens, len(draft))
         whole = np.concatenate([tokens, draft])
-        if begins(whole, self._known[request.namespace].values()):
+        known = self._known[request.namespace].values()
+        generated = whole[-len(draft) - min(request.n_generated, drafter.MIN_SEARCHED) :]
+        if begins(whole, known):
             self._counts["tree"] += 1
+        elif draft.tolist() != own.tolist() and len(generated) >= len(draft) + drafter.MIN_SEARCHED:
+            assert any(has(each, generated) for each in known), "a draft that no text of the namespace has"
+            self._counts["elsewhere"] += 1
         else:
             assert draft.tolist() == own.tolist(), "a draft that neither the request nor its namespace has"
             self._counts["own tokens"] += 1
@@ -229,6 +235,12 @@ class Witness:
                 assert begins(unpacked(leaf.prefix()), self._known[leaf.namespace].values()), (
                     "the tree has other tokens"
                 )
+
+
+def has(text: Tokens, tokens: Tokens) -> bool:
+    """Return True if a text has these tokens somewhere."""
+    windows = np.lib.stride_tricks.sliding_window_view(text, len(tokens)) if len(text) >= len(tokens) else text[:0]
+    return bool((windows == tokens).all(axis=-1).any()) if len(windows) else False
 
 
 def begins(tokens: Tokens, known: Iterable[Tokens]) -> bool:
@@ -363,6 +375,8 @@ class Workload:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft after short matches, whether it pays or not; write at once, and admit more than the pool holds."""
     monkeypatch.setattr(drafter, "MIN_MATCH", 2)
+    monkeypatch.setattr(drafter, "MIN_SEARCHED", 3)
+    monkeypatch.setattr(drafter, "SEARCH_EVERY", 1)
     monkeypatch.setattr(drafter, "MIN_GAIN", -100.0)
     monkeypatch.setattr(drafter, "MAX_DELAY", 100.0)
     monkeypatch.setattr(pacing, "PARTIAL_DELAY_S", 0.0)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import packed, unpacked
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.eviction import EvictionPlan
 from llamaslot.kvcache.match import Match
@@ -123,6 +123,21 @@ class TreeMachine(RuleBasedStateMachine):
         n_held = max(0, self.longest(namespace, path + tokens, self.prefixes()) - len(path))
         assert self.tree.extend(seq, run_of(tokens)) == n_held
         self.held[seq] = (namespace, path + tokens)
+
+    @rule(namespace=NAMESPACES, last=SOME.filter(len), n_least=st.integers(1, 4), n=st.integers(1, 4))
+    def search(self, namespace: str, last: Path, n_least: int, n: int) -> None:
+        """Of all texts, one that has the tokens is found, with as many of them as it has."""
+        n_least = min(n_least, len(last))
+        n_matched, follows = self.tree.search(namespace, run_of(last), n_least, n)
+        paths = {path for each, path in self.in_tree() if each == namespace}
+        places = {
+            (common(path[at - 1 :: -1], last[::-1]), path[at : at + n])
+            for path in paths
+            for at in range(1, len(path))
+            if len(path[at:]) == n or not any(len(each) > len(path) and each[: len(path)] == path for each in paths)
+        }
+        found = {(n_same, text) for n_same, text in places if n_same >= n_least}
+        assert (n_matched, tuple(unpacked(follows).tolist())) in (found or {(0, ())})
 
     @precondition(lambda self: self.held)
     @rule(index=st.integers(0, 7), keep=st.integers(0, 8))
@@ -619,3 +634,48 @@ def test_the_version_changes_with_every_result_of_a_lookup() -> None:
     tree.detach(segment)
     versions.append(tree.version)
     assert versions == sorted(set(versions))
+
+
+def test_the_text_that_was_used_last_is_found_and_followed() -> None:
+    tree = RadixTree()
+    for seq, path in enumerate([(1, 2, 3, 4, 5), (7, 2, 3, 6), (7, 2, 3, 6, 8, 8), (7, 2, 3, 6, 9)]):
+        tree.hold(seq, "")
+        tree.extend(seq, run_of(path))
+        tree.touch(end_of(tree, seq), 10 - seq if seq else 1)
+
+    def found(last: Path, n: int) -> tuple[int, Path]:
+        n_matched, follows = tree.search("", run_of(last), 2, n)
+        return n_matched, tuple(unpacked(follows).tolist())
+
+    assert found((1, 2, 3), 1) == (2, (6,))
+    assert found((1, 2, 3), 3) == (2, (6, 8, 8))
+    assert found((0, 4, 5), 3) == (0, ())
+    assert found((0, 3, 4), 3) == (2, (5,))
+    assert found((3, 6), 3) == (2, (8, 8))
+    tree.touch(end_of(tree, 3), 20)
+    assert found((3, 6), 3) == (2, (9,))
+    tree.touch(end_of(tree, 0), 21)
+    assert found((7, 2, 3), 3) == (2, (4, 5))
+
+
+def test_only_whole_tokens_are_found() -> None:
+    tree = RadixTree()
+    tree.hold(0, "")
+    tree.extend(0, run_of((256, 5, 1, 1, 6, 7)))
+    assert tree.search("", run_of((256,)), 1, 1) == (1, run_of((5,)))
+    tree.release(0)
+    tree.hold(0, "")
+    tree.extend(0, run_of((1, 1, 6, 7)))
+    assert tree.search("", run_of((256,)), 1, 1) == (0, b"")
+
+
+def test_a_search_ends_after_enough_tokens() -> None:
+    tree = RadixTree()
+    rare = tuple(range(100, 120))
+    for seq in range(4):
+        tree.hold(seq, "")
+        tree.extend(seq, run_of((seq, *(rare if seq == 0 else ()), *range(1000, 1000 + 2**17))))
+        tree.touch(end_of(tree, seq), seq)
+    assert tree.search("", run_of(rare), 16, 1) == (0, b"")
+    tree.touch(end_of(tree, 0), 4)
+    assert tree.search("", run_of(rare), 16, 1) == (20, run_of((1000,)))

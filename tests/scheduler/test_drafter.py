@@ -18,7 +18,15 @@ from llamaslot.base.tokens import Tokens
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
-from llamaslot.scheduler.drafter import LENGTHS, MAX_MATCH, MIN_MATCH, Drafter, prompt_lookup
+from llamaslot.scheduler.drafter import (
+    LENGTHS,
+    MAX_MATCH,
+    MIN_MATCH,
+    MIN_SEARCHED,
+    SEARCH_EVERY,
+    Drafter,
+    prompt_lookup,
+)
 from llamaslot.scheduler.request import Acceptance, Request
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.fake_backend import FakeBackend
@@ -303,6 +311,54 @@ def test_a_prompt_that_was_answered_before_is_answered_in_fewer_steps() -> None:
     assert not other.n_drafted
     private = driver.run("a prompt", max_tokens=60, max_draft=63, cache_prompt=False)
     assert not private.n_drafted
+
+
+class RecitingBackend(TimedBackend):
+    """A model that says the same text after any prompt, which ends with "|"."""
+
+    TEXT = letters(300)
+
+    def _logits(self, seq: int) -> int:
+        seen = [token for _, token in self.seen(seq)]
+        n_said = seen[::-1].index(ord("|")) if ord("|") in seen else 0
+        return self.alphabet.index(ord(self.TEXT[n_said])) * self._eos_every + 1
+
+
+def test_a_text_of_another_conversation_is_drafted_within_the_namespace() -> None:
+    driver = Driver(backend=RecitingBackend(n_slots=2, n_ctx=1024, n_ubatch=128, n_spare_rows=64))
+    replies = []
+    for prompt, fields in [
+        ("first|", {}),
+        ("another prompt|", {}),
+        ("a third one|", {}),
+        ("one of another tenant|", {"cache_salt": "another"}),
+        ("a private one|", {"cache_prompt": False}),
+    ]:
+        n_before = len(driver.plans)
+        asked = driver.run(prompt, max_tokens=200, max_draft=63, **fields)
+        replies.append((generated(asked), len(driver.plans) - n_before, asked.n_accepted))
+        assert not asked.n_drafted or not fields
+    assert all(reply == [ord(each) for each in RecitingBackend.TEXT[:200]] for reply, _, _ in replies)
+    assert [n_accepted > 150 for _, _, n_accepted in replies] == [False, True, True, False, False]
+    assert replies[1][1] < replies[0][1] / 2
+
+
+def test_other_conversations_are_searched_for_generated_tokens_and_seldom() -> None:
+    searched = []
+    for n_prompt in (5, 200):
+        proposing, asked = drafter(), request(letters(n_prompt))
+        search = proposing._cache.search
+
+        def counted(namespace: str, last: Tokens, n_least: int, n: int) -> tuple[int, Tokens]:
+            searched.append((asked.n_generated, len(last)))  # noqa: B023
+            return search(namespace, last, n_least, n)  # noqa: B023
+
+        proposing._cache.search = counted  # type: ignore[method-assign]
+        for letter in letters(100, 2):
+            asked.add_token(ord(letter), 0.0)
+            proposing.propose([asked])
+    due = range(MIN_SEARCHED, 101, SEARCH_EVERY)
+    assert searched == [(n, min(n, MAX_MATCH)) for n in due] * 2
 
 
 def test_a_reply_that_goes_on_otherwise_leaves_the_path_of_the_first() -> None:
