@@ -12,6 +12,7 @@ import numpy as np
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run
+from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
 from tests.recorder import Past
@@ -42,7 +43,13 @@ class Noise:
             return any(abs(reference[warm] - reference[cold]) <= 2 * noise for reference, noise in spread)
 
     def explains_draw(
-        self, prompt: Sequence[int], reply: Sequence[int], sampling: Sampling, warm: int, cold: int
+        self,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        sampling: Sampling,
+        warm: int,
+        cold: int,
+        constraint: Constraint | None = None,
     ) -> bool:
         """True if `warm` may stand for `cold` as the token sampled after `prompt` and `reply`.
 
@@ -57,12 +64,13 @@ class Noise:
         is_sorted = sampling.top_k > 0 or sampling.top_p < 1
 
         def is_reached(reference: np.ndarray, noise: float) -> bool:
+            reference = np.where(is_allowed, reference, -np.inf)
             order = np.argsort(-reference) if is_sorted else np.arange(len(reference))
             places = np.argsort(order)
             is_earlier = bool(places[warm] < places[cold])
             farthest = reference.copy()
             farthest[order[: places[warm] + is_earlier]] += 2 * noise if is_earlier else -2 * noise
-            drawn = self._draw(backend, prompt, reply, sampling, farthest)
+            drawn = self._draw(backend, prompt, chosen, sampling, farthest)
             # Rounding also exchanges the places of tokens whose logits are as close together as that.
             near = np.flatnonzero(np.abs(reference - reference[warm]) <= 2 * noise) if is_sorted else ()
             return any(
@@ -71,6 +79,7 @@ class Noise:
             )
 
         with self._opened() as backend:
+            chosen, is_allowed = _constrained(backend, reply, constraint)
             # A draw is as much work as logits: one after a few of them, which mostly suffices, and one after all.
             spread = self._spread(backend, [*prompt, *reply])
             first = list(islice(spread, 4))[-1]
@@ -92,7 +101,7 @@ class Noise:
         sampling: Sampling,
         logits: np.ndarray,
     ) -> int:
-        """The token drawn from `logits` after the draws of the reply."""
+        """The token drawn from `logits` after as many draws as `reply` has tokens."""
         backend._clear()
         history = np.array(prompt, dtype=np.int32)
         sampler = backend.new_sampler(sampling, history)
@@ -128,6 +137,28 @@ class Noise:
         """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
         with self._opened() as backend:
             return logits_after(backend, history, chunk, n_before)
+
+
+def _constrained(
+    backend: LlamaBackend, reply: Sequence[int], constraint: Constraint | None
+) -> tuple[Sequence[int], np.ndarray]:
+    """The tokens of a reply that its constraint has not forced, and which tokens it allows next."""
+    is_allowed = np.ones(backend.info.n_vocab, dtype=bool)
+    if constraint is None:
+        return reply, is_allowed
+    matcher = backend.compile(constraint).matcher()
+    chosen, at = [], 0
+    while at < len(reply):
+        chosen.append(reply[at])
+        matcher.accept(reply[at])
+        forced = matcher.forced()
+        at += 1 + len(forced)
+        assert (*chosen[-1:], *forced) == tuple(reply[at - 1 - len(forced) : at]), "another token is forced"
+    mask = matcher.mask()
+    assert mask is not None
+    is_allowed[:] = not mask.is_allowed
+    is_allowed[mask.tokens] = mask.is_allowed
+    return chosen, is_allowed
 
 
 def logits_after(

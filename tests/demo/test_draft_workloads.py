@@ -353,7 +353,10 @@ class Workload:
             return
         noise = self.noises.setdefault(question.model, Noise(settings_of(question.model, checkpoints=False)))
         sampling = question.fields["sampling"]
-        assert noise.explains_draw(plain.ids, plain.tokens[:at], sampling, tokens[at], plain.tokens[at]), (ask, at)
+        constraint = question.fields.get("constraint")
+        assert noise.explains_draw(
+            plain.ids, plain.tokens[:at], sampling, tokens[at], plain.tokens[at], constraint
+        ), (ask, at)
         self.counts["differing"] += 1
         self.counts[f"differing, {question.kind}"] += 1
 
