@@ -198,7 +198,7 @@ class Node:
         return b"".join(reversed([bytes(node.run) for node in self.path_to_root()]))
 
     def text_from(self, at: int, n: int) -> bytes:
-        """Return up to `n` tokens, packed, from the byte `at` of the run on.
+        """Return up to `n` tokens, packed, from the byte `at` of the run on; fewer only where the path ends.
 
         Where paths branch, the one that was used last is followed.
         """
@@ -257,13 +257,6 @@ def n_equal(run: bytearray, tokens: bytes, at: int) -> int:
     """Return the number of leading tokens that `run` shares with `tokens[at:]`, which share at least one."""
     n = min(len(run), len(tokens) - at) // WIDTH
     same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
-    return n if same.all() else int(same.argmin())
-
-
-def n_equal_at_end(one: bytes, other: bytes) -> int:
-    """Return the number of last tokens that two packed texts share."""
-    n = min(len(one), len(other)) // WIDTH
-    same = np.frombuffer(one, "<i4")[::-1][:n] == np.frombuffer(other, "<i4")[::-1][:n]
     return n if same.all() else int(same.argmin())
 
 

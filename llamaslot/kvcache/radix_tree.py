@@ -23,17 +23,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import count, pairwise
 
-from llamaslot.base.tokens import WIDTH
+from llamaslot.base.tokens import WIDTH, n_common, unpacked
 from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, segment_parts
-from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, n_equal, n_equal_at_end, walk
+from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, n_equal, walk
 
 _MAX_SEARCHED = 2**18
-"""Most tokens that are searched at once, in about 0.2 ms."""
-_NODE = 2048
-"""Tokens that take as long to be searched as a node more."""
+"""Tokens after which `search` begins no further node: it delays a step by about 0.2 ms."""
+_NODE_COST = 2048
+"""Tokens that are searched in the time that each node takes besides."""
 
 
 class RadixTree:
@@ -100,28 +100,31 @@ class RadixTree:
     def search(self, namespace: str, last: bytes, n_least: int, n: int) -> tuple[int, bytes]:
         """Return how many of the `last` tokens of a text occur in a namespace, and up to `n` that follow there.
 
-        (0, b"") if fewer than `n_least` of them occur. Texts that were used last are searched first, until one has
-        them or `_MAX_SEARCHED` tokens were searched.
+        (0, b"") if fewer than `n_least` of them occur. Nodes that were used last are searched first, until one has
+        the tokens or `_MAX_SEARCHED` tokens were searched.
         """
         wanted = last[-n_least * WIDTH :]
         root = self._roots.get(namespace)
-        rest = [(0, 0, root, b"")] if root is not None else []
-        n_left, n_seen = _MAX_SEARCHED, 0
+        order = count()
+        # Nodes that are still to be searched, after their parents; `order` decides between equal times of use. Each
+        # has the end of the text before it, in which an occurrence may begin.
+        rest = [(0, next(order), root, b"")] if root is not None else []
+        n_left = _MAX_SEARCHED
         while rest and n_left > 0:
             _, _, node, before = heappop(rest)
+            n_left -= _NODE_COST + node.n_tokens
             text = before + node.run
-            n_left -= _NODE + node.n_tokens
             at = len(text)
             while (at := text.rfind(wanted, 0, at)) >= 0:
                 end = at + len(wanted)
-                follows = node.text_from(end - len(before), n) if at % WIDTH == 0 and end >= len(before) else b""
-                if follows:
-                    return n_equal_at_end(text[:end], last), follows
+                # Bytes may also be equal between two tokens. An occurrence that ends in `before` was found already,
+                # in a parent. One that ends the text of a leaf is followed by nothing.
+                if at % WIDTH == 0 and (follows := node.text_from(end - len(before), n)):
+                    return n_common(unpacked(text[:end])[::-1], unpacked(last)[::-1]), follows
                 at = end - 1
             before = text[-len(last) :]
             for child in node.children.values():
-                n_seen += 1
-                heappush(rest, (-child.last_used, n_seen, child, before))
+                heappush(rest, (-child.last_used, next(order), child, before))
         return 0, b""
 
     def is_pinned(self, seq: int) -> bool:
