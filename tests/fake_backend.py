@@ -501,7 +501,7 @@ class FakeBackend:
                     rows.append(NO_TOKEN if is_bad or self.is_spoiled else self._logits(run.seq))
             if rows:
                 self._rows[run.seq] = rows
-                self._drafts[run.seq] = run.tokens[len(run.tokens) - run.n_drafted :].tolist()
+                self._drafts[run.seq] = run.draft.tolist()
         self.is_spoiled |= not self.info.flash_attn and any(NO_TOKEN in rows for rows in self._rows.values())
         if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
             self._lose_states(runs)

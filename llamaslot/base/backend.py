@@ -67,24 +67,29 @@ class Run:
         """Number of drafted tokens, which are the last ones."""
         return max(self.n_outputs - 1, 0)
 
-    def n_accepted(self, sampled: Sequence[int]) -> int:
-        """Return how many drafted tokens are right, if `sampled` came of this run.
+    @property
+    def draft(self) -> Tokens:
+        """The drafted tokens."""
+        return self.tokens[len(self.tokens) - self.n_drafted :]
 
-        The last of those is never accepted: the next step computes it.
+    def n_accepted(self, sampled: Sequence[int]) -> int:
+        """Return how many drafted tokens the sequence keeps, if `Backend.sample` returned `sampled` for this run.
+
+        The last sampled token never counts, even if it was drafted: the next step computes it, to sample after it.
         """
-        most = min(self.n_drafted, len(sampled) - 1)
-        drafted = self.tokens[len(self.tokens) - self.n_drafted :].tolist()
-        return next((i for i in range(most) if drafted[i] != sampled[i]), most)
+        draft = self.draft.tolist()
+        most = min(len(draft), len(sampled) - 1)
+        return next((i for i in range(most) if draft[i] != sampled[i]), most)
 
 
 def accepted(
-    draft: Sequence[int], eog: frozenset[int], choose: Callable[[int], int], forced: Callable[[], tuple[int, ...]]
+    draft: Sequence[int], eog: frozenset[int], choose: Callable[[int], int], force: Callable[[], tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Choose a token after each row of logits, as long as all tokens so far are the drafted ones.
+    """Return the tokens that follow by choosing after each row of logits, as long as they are those of the draft.
 
     `choose` returns the token after the row with that index, or a negative number if it failed. If it fails after
-    the first row, that row is left to the next step, in which it is the first one. `forced` returns the tokens that
-    a constraint forces after those so far: they take the place of choices, as they do without drafts.
+    the first row, that row is left to the next step, in which it is the first one. `force` returns the tokens that
+    a constraint forces after those so far, none after the end: nothing is chosen in their place, as without drafts.
     """
     tokens: list[int] = []
     while (n := len(tokens)) <= len(draft):
@@ -92,8 +97,10 @@ def accepted(
         if token < 0:
             return tuple(tokens) or (token,)
         tokens.append(token)
-        if tokens[n:] == draft[n : n + 1] and token not in eog:
-            tokens += forced()
+        # After another token than the drafted one, forcing is left to `Sampler.advance`: a limit of the reasoning
+        # may force tokens before those of the constraint.
+        if tokens[n:] == draft[n : n + 1]:
+            tokens += force()
         if tokens[n:] != draft[n : len(tokens)] or tokens[-1] in eog:
             break
     return tuple(tokens)
@@ -323,10 +330,10 @@ class Backend(Protocol):
     def sample(self, draws: Draws) -> list[tuple[int, ...]]:
         """Sample for each sequence id and its sampler; the last `decode` had outputs for all of them.
 
-        Returns the drafted tokens up to the first that the sampler did not choose, and the token it chose then:
-        at least one, at most `n_outputs`. What a constraint forces within a draft is not chosen; if it differs from
-        the draft, or goes beyond it, all of it is returned. The sequence still holds the whole draft. If the first
-        row of logits contains NaN, or infinity as the highest, `NO_TOKEN` is the only token, and likewise
+        Returns the drafted tokens up to the first that the sampler did not choose, and the token it chose then.
+        What a constraint forces within a draft is not chosen; if it differs from the draft, or goes beyond it, all
+        of it is returned, which may be more than `n_outputs` tokens. The sequence still holds the whole draft. If
+        the first row of logits contains NaN, or infinity as the highest, `NO_TOKEN` is the only token, and likewise
         `CONSTRAINT_FAILED`; a later row that fails ends the tokens before it.
         """
 

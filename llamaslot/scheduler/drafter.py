@@ -51,12 +51,14 @@ MAX_DELAY = 0.1
 """Fraction of a step by which drafts may delay a stream that gains nothing by them."""
 MIN_GAIN = 0.5
 """Fewest tokens by which the gain must exceed the cost; less than that is within the noise of the estimates."""
-MIN_SEARCHED = 16
-"""Fewest generated tokens that another conversation must have before a draft from it: chances that a text goes on
-otherwise are higher than in the request's own.
+MIN_MATCH_ELSEWHERE = 16
+"""Fewest generated tokens that another conversation must repeat before a draft from it: it is more likely to go on
+otherwise than the request's own text.
 """
 SEARCH_EVERY = 16
-"""Generated tokens between two searches of other conversations, unless they found something."""
+"""Generated tokens between two searches of other conversations, each of which delays a step (`RadixTree.search`),
+unless the last one found something.
+"""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest observation of a cost."""
 _DECAY = 0.999
@@ -126,7 +128,7 @@ class Drafter:
         # Tiles, and the ids of marked tokens (`cache_ids.py`), are not generated.
         follows = follows[: next(iter(np.flatnonzero(follows < 0)), len(follows))]
         rate = request.acceptance.rate(n_matched)
-        is_likely = n_matched >= MIN_MATCH and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN
+        is_likely = n_matched > 0 and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN
         return _Candidate(request, rate, follows) if is_likely else None
 
     def _lengths(self, found: Sequence[_Candidate], n_decoding: int, step_s: float) -> list[int]:
@@ -162,12 +164,15 @@ class Drafter:
         self._added_s[_key(n_drafted, n_decoding)] = added_s * min(MAX_DRAFT / n_drafted, 1.0)
 
     def _find(self, request: Request, n: int) -> tuple[int, Tokens]:
-        """Return how many repeated tokens precede what may come next, and up to `n` tokens of that."""
+        """Return how many repeated tokens precede what may come next, and up to `n` tokens of that.
+
+        (0, no tokens) if too few are repeated.
+        """
         tokens = request.tokens.view()
         if self._cache.length(request.slot) == len(tokens) - 1:
             follows = self._cache.continuation(request.slot, int(tokens[-1]), n)
             if len(follows) >= min(n, LENGTHS[0]):
-                # The whole prompt and the reply so far are repeated.
+                # The whole prompt and the reply so far are repeated, which is enough even if they are short.
                 return max(MIN_MATCH, min(len(tokens), MAX_MATCH)), follows
         if len(tokens) >= request.lookup_at:
             n_matched, follows = prompt_lookup(tokens, n)
@@ -176,11 +181,11 @@ class Drafter:
             request.lookup_at = len(tokens) + max(MIN_MATCH - n_matched, 0)
             if n_matched >= MIN_MATCH:
                 return n_matched, follows
-        if request.n_generated < max(request.search_at, MIN_SEARCHED):
+        if request.n_generated < max(request.search_at, MIN_MATCH_ELSEWHERE):
             return 0, NO_TOKENS
         # Not the end of the prompt: templates and short questions end many prompts, and replies to them differ.
         last = tokens[-min(request.n_generated, MAX_MATCH) :]
-        n_matched, follows = self._cache.search(request.namespace, last, MIN_SEARCHED, n)
+        n_matched, follows = self._cache.search(request.namespace, last, MIN_MATCH_ELSEWHERE, n)
         request.search_at = request.n_generated + (0 if n_matched else SEARCH_EVERY)
         return n_matched, follows
 

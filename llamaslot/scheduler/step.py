@@ -233,6 +233,8 @@ def _sample(works: Sequence[Work], draws: Draws, backend: Backend) -> list[tuple
         of_work = []
         for request in work.samples:
             (_, sampler), tokens = next(sampled)
+            # What a constraint forces within a draft may differ from it, or go beyond it: then one of these tokens
+            # is the new one, and those after it have no KV either.
             n_new = work.run.n_accepted(tokens) + 1
             forced = tokens[n_new:] + _forced(request, sampler, tokens)
             of_work.append(RequestResult(request, sampler, tokens[:n_new], tuple(sampler.scores), forced))

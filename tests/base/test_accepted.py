@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,12 +10,15 @@ from llamaslot.base.backend import NO_TOKEN, Run, accepted
 
 EOS = 9
 TOKENS = st.integers(0, 4)
+Parts = list[tuple[int, list[int]]]
+"""A reply: chosen tokens, each with those that are forced after it."""
+ENDS = st.sampled_from([[], [(EOS, [])], [(0, [EOS])]])
 
 
 class Reply:
-    """Chosen tokens, each with those that are forced after it."""
+    """Gives the tokens of a reply, and checks that they are asked for as in single steps."""
 
-    def __init__(self, parts: list[tuple[int, list[int]]]) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.n_chosen = self.n_forced = 0
 
@@ -38,31 +39,32 @@ class Reply:
 
 @given(
     st.lists(st.tuples(TOKENS, st.lists(TOKENS, max_size=3)), min_size=1, max_size=5),
-    st.lists(TOKENS, max_size=12),
+    ENDS,
     st.integers(0, 12),
-    st.booleans(),
+    st.lists(TOKENS, max_size=12),
 )
 def test_a_draft_is_followed_by_the_choices_and_forced_tokens_of_single_steps(
-    parts: list[tuple[int, list[int]]], draft: list[int], n_right: int, ends: bool
+    parts: Parts, end: Parts, n_right: int, others: list[int]
 ) -> None:
-    if ends:
-        *before, (last, forced) = parts
-        parts = [*before, (last, [*forced, EOS])]
-    whole = [token for chosen, forced in parts for token in (chosen, *forced)]
-    draft = [*whole[:n_right], *draft]
+    parts = [*parts, *end]
+    draft = [*[token for chosen, forced in parts for token in (chosen, *forced)][:n_right], *others]
+    expected: list[int] = []
+    n_chosen = 0
+    for chosen, forced in parts:
+        has_row = len(expected) <= len(draft) and expected == draft[: len(expected)]
+        if not has_row or EOS in expected:
+            break
+        expected += [chosen, *forced]
+        n_chosen += 1
     reply = Reply(parts)
-    tokens = list(accepted(draft, frozenset({EOS}), reply.choose, reply.force))
-    tokens += reply.force()
-    n_same = next((i for i, (a, b) in enumerate(zip(draft, whole, strict=False)) if a != b), None)
-    n_same = min(len(draft), len(whole)) if n_same is None else n_same
-    # Whole parts: up to the one with the first token that the draft has not, if there is one before the end.
-    ends_of_parts = [*accumulate(1 + len(forced) for _, forced in parts)]
-    assert tokens == whole[: next((end for end in ends_of_parts if end > n_same), len(whole))]
-    assert reply.n_chosen == sum(
-        end - 1 - len(forced) < len(tokens) for end, (_, forced) in zip(ends_of_parts, parts, strict=True)
-    )
+    tokens = accepted(draft, frozenset({EOS}), reply.choose, reply.force)
+    # As `Sampler.advance` does after the last chosen token.
+    assert [*tokens, *reply.force()] == expected
+    assert reply.n_chosen == n_chosen
     run = Run(0, 5, np.array([7, *draft], dtype=np.int32), n_outputs=1 + len(draft))
-    assert run.n_accepted(tokens) == min(n_same, len(tokens) - 1)
+    n_kept = run.n_accepted(tokens)
+    assert draft[:n_kept] == expected[:n_kept]
+    assert n_kept == len(tokens) - 1 or draft[n_kept : n_kept + 1] != [tokens[n_kept]]
 
 
 def test_a_row_that_fails_is_left_to_the_next_step_unless_it_is_the_first() -> None:

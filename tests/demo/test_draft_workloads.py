@@ -218,10 +218,10 @@ class Witness:
         _, own = drafter.prompt_lookup(tokens, len(draft))
         whole = np.concatenate([tokens, draft])
         known = self._known[request.namespace].values()
-        generated = whole[-len(draft) - min(request.n_generated, drafter.MIN_SEARCHED) :]
+        generated = whole[-len(draft) - min(request.n_generated, drafter.MIN_MATCH_ELSEWHERE) :]
         if begins(whole, known):
             self._counts["tree"] += 1
-        elif draft.tolist() != own.tolist() and len(generated) >= len(draft) + drafter.MIN_SEARCHED:
+        elif draft.tolist() != own.tolist() and len(generated) >= len(draft) + drafter.MIN_MATCH_ELSEWHERE:
             assert any(has(each, generated) for each in known), "a draft that no text of the namespace has"
             self._counts["elsewhere"] += 1
         else:
@@ -239,8 +239,10 @@ class Witness:
 
 def has(text: Tokens, tokens: Tokens) -> bool:
     """Return True if a text has these tokens somewhere."""
-    windows = np.lib.stride_tricks.sliding_window_view(text, len(tokens)) if len(text) >= len(tokens) else text[:0]
-    return bool((windows == tokens).all(axis=-1).any()) if len(windows) else False
+    if len(text) < len(tokens):
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(text, len(tokens))
+    return bool((windows == tokens).all(axis=1).any())
 
 
 def begins(tokens: Tokens, known: Iterable[Tokens]) -> bool:
@@ -378,7 +380,7 @@ class Workload:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft after short matches, whether it pays or not; write at once, and admit more than the pool holds."""
     monkeypatch.setattr(drafter, "MIN_MATCH", 2)
-    monkeypatch.setattr(drafter, "MIN_SEARCHED", 3)
+    monkeypatch.setattr(drafter, "MIN_MATCH_ELSEWHERE", 3)
     monkeypatch.setattr(drafter, "SEARCH_EVERY", 1)
     monkeypatch.setattr(drafter, "MIN_GAIN", -100.0)
     monkeypatch.setattr(drafter, "MAX_DELAY", 100.0)

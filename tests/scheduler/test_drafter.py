@@ -22,12 +22,12 @@ from llamaslot.scheduler.drafter import (
     LENGTHS,
     MAX_MATCH,
     MIN_MATCH,
-    MIN_SEARCHED,
+    MIN_MATCH_ELSEWHERE,
     SEARCH_EVERY,
     Drafter,
     prompt_lookup,
 )
-from llamaslot.scheduler.request import Acceptance, Request
+from llamaslot.scheduler.request import NO_TOKENS, Acceptance, Request
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 from tests.fake_backend import FakeBackend
 from tests.scheduler.test_scheduler import Driver, TimedBackend, generated, tokenized
@@ -343,22 +343,23 @@ def test_a_text_of_another_conversation_is_drafted_within_the_namespace() -> Non
     assert replies[1][1] < replies[0][1] / 2
 
 
-def test_other_conversations_are_searched_for_generated_tokens_and_seldom() -> None:
+@pytest.mark.parametrize("n_prompt", [5, 200])
+def test_other_conversations_are_searched_for_generated_tokens_and_seldom(
+    n_prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposing, asked = drafter(), request(letters(n_prompt))
     searched = []
-    for n_prompt in (5, 200):
-        proposing, asked = drafter(), request(letters(n_prompt))
-        search = proposing._cache.search
 
-        def counted(namespace: str, last: Tokens, n_least: int, n: int) -> tuple[int, Tokens]:
-            searched.append((asked.n_generated, len(last)))  # noqa: B023
-            return search(namespace, last, n_least, n)  # noqa: B023
+    def find_nothing(_cache: KVCache, _namespace: str, last: Tokens, _n_least: int, _n: int) -> tuple[int, Tokens]:
+        searched.append((asked.n_generated, len(last)))
+        return 0, NO_TOKENS
 
-        proposing._cache.search = counted  # type: ignore[method-assign]
-        for letter in letters(100, 2):
-            asked.add_token(ord(letter), 0.0)
-            proposing.propose([asked])
-    due = range(MIN_SEARCHED, 101, SEARCH_EVERY)
-    assert searched == [(n, min(n, MAX_MATCH)) for n in due] * 2
+    monkeypatch.setattr(KVCache, "search", find_nothing)
+    for letter in letters(100, 2):
+        asked.add_token(ord(letter), 0.0)
+        proposing.propose([asked])
+    due = range(MIN_MATCH_ELSEWHERE, 101, SEARCH_EVERY)
+    assert searched == [(n, min(n, MAX_MATCH)) for n in due]
 
 
 def test_a_reply_that_goes_on_otherwise_leaves_the_path_of_the_first() -> None:

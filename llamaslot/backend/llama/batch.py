@@ -76,7 +76,7 @@ class Batch:
             if run.n_outputs:
                 first = at - run.n_outputs
                 self._output[first:at] = 1
-                rows[run.seq] = first, self._tokens[first + 1 : at].tolist()
+                rows[run.seq] = first, run.draft.tolist()
         self.struct.n_tokens = at
         self._use_tile(tile, starts[0])
         return rows, targets
