@@ -396,8 +396,9 @@ def test_replies_with_drafts_are_those_without(tmp_path: Path) -> None:
 
 @pytest.fixture
 def only_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft only what the tree has: no repeated tokens of a request's own are enough."""
+    """Draft only replies that the tree has: no repeated tokens of a request's own, or of another's, are enough."""
     monkeypatch.setattr(drafter, "MIN_MATCH", drafter.MAX_MATCH + 1)
+    monkeypatch.setattr(drafter, "MIN_MATCH_ELSEWHERE", 1000)
 
 
 async def drafted(engine: Harness, name: str, prompt: str, salt: str = "") -> tuple[int, int]:
