@@ -263,12 +263,14 @@ class Bench:
 
     async def run(self, client: Client, setup: ServerSetup, workload: Workload, n: int, repeat: int) -> None:
         """Run a workload with `n` streams on a server."""
-        # No two runs on a server have a text in common: what followed it before may be drafted, too.
+        # Each prompt has a namespace of its own, so that nothing is drafted from earlier ones, which are alike.
         kinds = [workload.kinds[i % len(workload.kinds)] for i in range(n)]
         names = [f"{self._run_id} {workload.name} {n} {i} {repeat}" for i in range(n)]
         prompts = [self._prompts.draw(kind, random.Random(name)) for kind, name in zip(kinds, names, strict=True)]
         try:
-            replies = await _replies(client, prompts, workload.sampling, seed=1000 * repeat)
+            replies = await _replies(
+                client, dict(zip(names, prompts, strict=True)), workload.sampling, 1000 * repeat
+            )
             quiet = [reply for reply, kind in zip(replies, kinds, strict=True) if kind == workload.kinds[0]]
             figures = measured(replies, quiet)
         except BenchmarkError as error:
@@ -279,11 +281,14 @@ class Bench:
 
 
 async def _replies(
-    client: Client, prompts: Sequence[Prompt], sampling: Mapping[str, float], seed: int
+    client: Client, prompts: Mapping[str, Prompt], sampling: Mapping[str, float], seed: int
 ) -> list[Completion]:
-    """Compute the prompts, each in a slot of its own, and then generate the replies side by side."""
-    for slot, prompt in enumerate(prompts):
-        await client.complete(prompt.ids, n_predict=1, id_slot=slot, cache_prompt=True, **GREEDY)
+    """Compute the prompts, each in a slot of its own, and then generate the replies side by side.
+
+    Of llamaslot, each has the namespace of its name. llama-server has none, and ignores the field.
+    """
+    for slot, (name, prompt) in enumerate(prompts.items()):
+        await client.complete(prompt.ids, n_predict=1, id_slot=slot, cache_prompt=True, cache_salt=name, **GREEDY)
     return await asyncio.gather(
         *(
             client.complete(
@@ -291,12 +296,13 @@ async def _replies(
                 n_predict=prompt.n_reply,
                 id_slot=slot,
                 cache_prompt=True,
+                cache_salt=name,
                 ignore_eos=True,
                 seed=seed + slot,
                 **sampling,
                 **prompt.fields,
             )
-            for slot, prompt in enumerate(prompts)
+            for slot, (name, prompt) in enumerate(prompts.items())
         )
     )
 

@@ -49,6 +49,7 @@ class Noise:
         sampling: Sampling,
         warm: int,
         cold: int,
+        *,
         constraint: Constraint | None = None,
     ) -> bool:
         """True if `warm` may stand for `cold` as the token sampled after `prompt` and `reply`.

@@ -59,6 +59,8 @@ SEARCH_EVERY = 16
 """Generated tokens between two searches of other conversations, each of which delays a step (`RadixTree.search`),
 unless the last one found something.
 """
+MAX_SEARCHES = 4
+"""Most searches of other conversations after one step: they take about a millisecond then."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest observation of a cost."""
 _DECAY = 0.999
@@ -83,6 +85,8 @@ class Drafter:
     def __init__(self, info: ModelInfo, chunks: ChunkSizer, cache: KVCache) -> None:
         self._chunks = chunks
         self._cache = cache
+        self._n_searches = 0
+        """Searches of other conversations since the last step."""
         self._added_s: dict[tuple[int, int], float] = {}
         """Seconds by which drafts make a step longer, by the smallest of `LENGTHS` that is not shorter than all of
         them together (more tokens in proportion), and by the bit length of the number of decoding requests.
@@ -107,6 +111,7 @@ class Drafter:
         for key in self._added_s:
             self._added_s[key] *= _DECAY
         step_s = self._chunks.decode_seconds(len(requests))
+        self._n_searches = 0
         found = [each for request in requests if step_s and (each := self._candidate(request)) is not None]
         lengths: list[int] = []
         if found and (len(found) == len(requests) or self.may_differ):
@@ -128,7 +133,7 @@ class Drafter:
         # Tiles, and the ids of marked tokens (`cache_ids.py`), are not generated.
         follows = follows[: next(iter(np.flatnonzero(follows < 0)), len(follows))]
         rate = request.acceptance.rate(n_matched)
-        is_likely = n_matched > 0 and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN
+        is_likely = len(follows) > 0 and _expected(rate, min(n, LENGTHS[0])) > MIN_GAIN
         return _Candidate(request, rate, follows) if is_likely else None
 
     def _lengths(self, found: Sequence[_Candidate], n_decoding: int, step_s: float) -> list[int]:
@@ -181,8 +186,10 @@ class Drafter:
             request.lookup_at = len(tokens) + max(MIN_MATCH - n_matched, 0)
             if n_matched >= MIN_MATCH:
                 return n_matched, follows
-        if request.n_generated < max(request.search_at, MIN_MATCH_ELSEWHERE):
+        is_due = request.n_generated >= max(request.search_at, MIN_MATCH_ELSEWHERE)
+        if not is_due or self._n_searches == MAX_SEARCHES:
             return 0, NO_TOKENS
+        self._n_searches += 1
         # Not the end of the prompt: templates and short questions end many prompts, and replies to them differ.
         last = tokens[-min(request.n_generated, MAX_MATCH) :]
         n_matched, follows = self._cache.search(request.namespace, last, MIN_MATCH_ELSEWHERE, n)

@@ -357,7 +357,7 @@ class Workload:
         sampling = question.fields["sampling"]
         constraint = question.fields.get("constraint")
         assert noise.explains_draw(
-            plain.ids, plain.tokens[:at], sampling, tokens[at], plain.tokens[at], constraint
+            plain.ids, plain.tokens[:at], sampling, tokens[at], plain.tokens[at], constraint=constraint
         ), (ask, at)
         self.counts["differing"] += 1
         self.counts[f"differing, {question.kind}"] += 1
