@@ -202,10 +202,10 @@ class Node:
 
         Where paths branch, the one that was used last is followed.
         """
-        found, node = self.run[at:], self
+        found, node = self.run[at : at + n * WIDTH], self
         while len(found) < n * WIDTH and node.children:
             node = max(node.children.values(), key=lambda each: each.last_used)
-            found += node.run
+            found += node.run[: n * WIDTH]
         return bytes(found[: n * WIDTH])
 
     def subtree(self) -> Iterator[Node]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 
 from llamaslot.base.tokens import WIDTH, n_common, unpacked
 from llamaslot.kvcache.eviction import EvictionQueue
@@ -31,9 +31,13 @@ from llamaslot.kvcache.match import Match, segment_parts
 from llamaslot.kvcache.nodes import Checkpoint, Node, Segment, n_equal, walk
 
 _MAX_SEARCHED = 2**18
-"""Tokens after which `search` begins no further node: it delays a step by about 0.2 ms."""
+"""Tokens after which `search` goes no further: it delays a step by about 0.2 ms."""
 _NODE_COST = 2048
-"""Tokens that are searched in the time that each node takes besides."""
+"""Tokens that are searched in the time that a node takes besides, or an occurrence that is of no use."""
+_CHILD_COST = 64
+"""The same for each child of a node: there may be thousands behind a system prompt."""
+_MAX_CHILDREN = 1024
+"""Most children of a node that are searched, the newest ones."""
 
 
 class RadixTree:
@@ -112,18 +116,20 @@ class RadixTree:
         n_left = _MAX_SEARCHED
         while rest and n_left > 0:
             _, _, node, before = heappop(rest)
-            n_left -= _NODE_COST + node.n_tokens
             text = before + node.run
             at = len(text)
-            while (at := text.rfind(wanted, 0, at)) >= 0:
+            # Bytes of other tokens may be the same at other places: 256 and 65536, each many times in a row.
+            while n_left > 0 and (at := text.rfind(wanted, 0, at)) >= 0:
+                n_left -= _NODE_COST
                 end = at + len(wanted)
                 # Bytes may also be equal between two tokens. An occurrence that ends in `before` was found already,
                 # in a parent. One that ends the text of a leaf is followed by nothing.
                 if at % WIDTH == 0 and (follows := node.text_from(end - len(before), n)):
                     return n_common(unpacked(text[:end])[::-1], unpacked(last)[::-1]), follows
                 at = end - 1
+            n_left -= _NODE_COST + node.n_tokens + _CHILD_COST * min(len(node.children), _MAX_CHILDREN)
             before = text[-len(last) :]
-            for child in node.children.values():
+            for child in islice(reversed(node.children.values()), _MAX_CHILDREN):
                 heappush(rest, (-child.last_used, next(order), child, before))
         return 0, b""
 

@@ -679,3 +679,22 @@ def test_a_search_ends_after_enough_tokens() -> None:
     assert tree.search("", run_of(rare), 16, 1) == (0, b"")
     tree.touch(end_of(tree, 0), 4)
     assert tree.search("", run_of(rare), 16, 1) == (20, run_of((1000,)))
+
+
+@pytest.mark.parametrize(("n_others", "is_found"), [(100, True), (300, False)])
+def test_a_search_ends_after_many_occurrences_of_the_bytes_at_no_token(n_others: int, is_found: bool) -> None:
+    tree = RadixTree()
+    tree.hold(0, "")
+    tree.extend(0, run_of((*[256] * 17, 7, *[65536] * (n_others + 17), 9)))
+    assert tree.search("", run_of((256,) * 16), 16, 1) == ((16, run_of((7,))) if is_found else (0, b""))
+
+
+def test_only_the_newest_of_many_children_are_searched() -> None:
+    tree = RadixTree()
+    for seq in range(1500):
+        tree.hold(seq, "")
+        tree.extend(seq, run_of((1, 2, 100 + seq, 3, 4)))
+    assert tree.search("", run_of((1, 2)), 2, 3)[0] == 2
+    assert tree.search("", run_of((1599, 3)), 2, 1) == (2, run_of((4,)))
+    tree.touch(end_of(tree, 0), 1)
+    assert tree.search("", run_of((100, 3)), 2, 1) == (0, b"")
