@@ -206,6 +206,18 @@ def test_penalties_count_forced_tokens(vocab: LlamaVocab, compiler: ConstraintCo
         assert forward[:-1] == stepwise[:-1]
 
 
+def test_all_tokens_are_chosen_where_probabilities_are_wanted(
+    vocab: LlamaVocab, compiler: ConstraintCompiler
+) -> None:
+    compiled = compiler.compile(of_lark('start: /[0-9]/ " name and colour"'))
+    plain, scored = (Chooser(vocab, compiled.matcher(), 1, n_probs=n_probs) for n_probs in (-1, 0))
+    assert plain.next() == scored.next()
+    assert plain.sampler.force()
+    assert scored.sampler.force() == scored.sampler.advance(forced=()) == ()
+    tokens = generate(scored, vocab, fast_forward=True)
+    assert len(scored.sampler.scores) == 1 + len(tokens)
+
+
 def test_few_allowed_tokens_are_the_only_candidates() -> None:
     logits = np.full(20_000, -np.inf, dtype=np.float32)
     logits[[7, 5000, 9999]] = 1.0

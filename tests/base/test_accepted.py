@@ -70,3 +70,11 @@ def test_a_draft_is_followed_by_the_choices_and_forced_tokens_of_single_steps(
 def test_a_row_that_fails_is_left_to_the_next_step_unless_it_is_the_first() -> None:
     assert accepted([1, 2, 3], frozenset(), lambda row: [1, 2, NO_TOKEN][row], lambda: ()) == (1, 2)
     assert accepted([1], frozenset(), lambda _: NO_TOKEN, lambda: ()) == (NO_TOKEN,)
+
+
+def test_nothing_is_chosen_or_forced_after_a_token_that_ends_the_reply() -> None:
+    def forced() -> tuple[int, ...]:
+        raise AssertionError("forced after the end")
+
+    assert accepted([EOS, 2], frozenset({EOS}), lambda row: [EOS][row], forced) == (EOS,)
+    assert accepted([1, EOS, 2], frozenset({EOS}), lambda row: [1][row], lambda: (EOS,)) == (1, EOS)
