@@ -652,6 +652,7 @@ def test_the_text_that_was_used_last_is_found_and_followed() -> None:
     assert found((0, 4, 5), 3) == (0, ())
     assert found((0, 3, 4), 3) == (2, (5,))
     assert found((3, 6), 3) == (2, (8, 8))
+    assert found((0, 3, 6, 8), 3) == (3, (8,))
     tree.touch(end_of(tree, 3), 20)
     assert found((3, 6), 3) == (2, (9,))
     tree.touch(end_of(tree, 0), 21)
@@ -667,6 +668,9 @@ def test_only_whole_tokens_are_found() -> None:
     tree.hold(0, "")
     tree.extend(0, run_of((1, 1, 6, 7)))
     assert tree.search("", run_of((256,)), 1, 1) == (0, b"")
+    # One at no token overlaps one that is found.
+    tree.extend(0, run_of((0, 256)))
+    assert tree.search("", run_of((0,)), 1, 1) == (1, run_of((256,)))
 
 
 def test_a_search_ends_after_enough_tokens() -> None:
@@ -697,4 +701,14 @@ def test_only_the_newest_of_many_children_are_searched() -> None:
     assert tree.search("", run_of((1, 2)), 2, 3)[0] == 2
     assert tree.search("", run_of((1599, 3)), 2, 1) == (2, run_of((4,)))
     tree.touch(end_of(tree, 0), 1)
+    assert tree.search("", run_of((100, 3)), 2, 1) == (0, b"")
+
+
+def test_a_search_ends_after_enough_nodes() -> None:
+    tree = RadixTree()
+    for seq in range(200):
+        tree.hold(seq, "")
+        tree.extend(seq, run_of((1, 2, 100 + seq, 3, 4)))
+        tree.touch(end_of(tree, seq), seq)
+    assert tree.search("", run_of((299, 3)), 2, 1) == tree.search("", run_of((250, 3)), 2, 1) == (2, run_of((4,)))
     assert tree.search("", run_of((100, 3)), 2, 1) == (0, b"")

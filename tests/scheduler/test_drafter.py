@@ -325,7 +325,7 @@ class RecitingBackend(TimedBackend):
 
 
 def test_a_text_of_another_conversation_is_drafted_within_the_namespace() -> None:
-    driver = Driver(backend=RecitingBackend(n_slots=2, n_ctx=1024, n_ubatch=128, n_spare_rows=64))
+    driver = Driver(backend=RecitingBackend(n_slots=4, n_ctx=2048, n_ubatch=128, n_spare_rows=64))
     replies = []
     for prompt, fields in [
         ("first|", {}),
@@ -335,6 +335,8 @@ def test_a_text_of_another_conversation_is_drafted_within_the_namespace() -> Non
         ("a private one|", {"cache_prompt": False}),
     ]:
         n_before = len(driver.plans)
+        n_matched, _ = driver.cache.search("", tokenized(RecitingBackend.TEXT[:16]).tokens, 16, 1)
+        assert n_matched or not replies, "the text that others must not draft is gone"
         asked = driver.run(prompt, max_tokens=200, max_draft=63, **fields)
         replies.append((generated(asked), len(driver.plans) - n_before, asked.n_accepted))
         assert not asked.n_drafted or not fields
