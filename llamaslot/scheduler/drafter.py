@@ -56,8 +56,8 @@ MIN_MATCH_ELSEWHERE = 16
 otherwise than the request's own text.
 """
 SEARCH_EVERY = 16
-"""Generated tokens between two searches of other conversations, each of which delays a step (`RadixTree.search`),
-unless the last one found something.
+"""Generated tokens between two searches of other conversations, each of which delays a step (`RadixTree.search`).
+After a draft of which all was accepted, the next one comes at once.
 """
 MAX_SEARCHES = 4
 """Most searches of other conversations after one step: they take about a millisecond then."""
@@ -193,7 +193,7 @@ class Drafter:
         # Not the end of the prompt: templates and short questions end many prompts, and replies to them differ.
         last = tokens[-min(request.n_generated, MAX_MATCH) :]
         n_matched, follows = self._cache.search(request.namespace, last, MIN_MATCH_ELSEWHERE, n)
-        request.search_at = request.n_generated + (0 if n_matched else SEARCH_EVERY)
+        request.search_at = request.n_generated + SEARCH_EVERY
         return n_matched, follows
 
     def _seconds(self, n: int, n_decoding: int, n_cells: int, step_s: float) -> float:

@@ -466,6 +466,8 @@ class Request:
         self.n_drafted += n_drafted
         self.n_accepted += n_accepted
         self.acceptance.add(n_drafted, n_accepted)
+        if n_accepted == n_drafted:
+            self.search_at = 0
 
     def drop_tokens(self, n: int) -> None:
         """Remove the last `n` generated tokens, which follow a stop string. The slot may hold them, if drafted."""

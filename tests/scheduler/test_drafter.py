@@ -21,6 +21,7 @@ from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.drafter import (
     LENGTHS,
     MAX_MATCH,
+    MAX_SEARCHES,
     MIN_MATCH,
     MIN_MATCH_ELSEWHERE,
     SEARCH_EVERY,
@@ -349,19 +350,47 @@ def test_a_text_of_another_conversation_is_drafted_within_the_namespace() -> Non
 def test_other_conversations_are_searched_for_generated_tokens_and_seldom(
     n_prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposing, asked = drafter(), request(letters(n_prompt))
+    """Whether they have them or not, unless a draft was right: if it does not pay, nothing is gained by it."""
+    proposing, asked = drafter(token_s=2 * STEP_S), request(letters(n_prompt))
     searched = []
 
-    def find_nothing(_cache: KVCache, _namespace: str, last: Tokens, _n_least: int, _n: int) -> tuple[int, Tokens]:
+    def find_some(_cache: KVCache, _namespace: str, last: Tokens, n_least: int, n: int) -> tuple[int, Tokens]:
         searched.append((asked.n_generated, len(last)))
+        return (n_least, tokenized(letters(n, 3)).tokens) if len(searched) % 2 else (0, NO_TOKENS)
+
+    monkeypatch.setattr(KVCache, "search", find_some)
+    for letter in letters(100, 2):
+        asked.add_token(ord(letter), 0.0)
+        assert drafted(proposing, asked) == [0]
+    due = [*range(MIN_MATCH_ELSEWHERE, 101, SEARCH_EVERY)]
+    assert searched == [(n, min(n, MAX_MATCH)) for n in due]
+    for n_accepted in (6, 7):
+        asked.count_draft(7, n_accepted)
+        asked.add_token(ord("?"), 0.0)
+        proposing.propose([asked])
+    assert [n for n, _ in searched] == [*due, 102]
+
+
+def test_few_requests_are_searched_for_after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposing = drafter(n_streams=range(1, 17))
+    requests = [request(letters(50, seed)) for seed in range(10)]
+    steps: list[list[str]] = []
+
+    def find_nothing(_cache: KVCache, _namespace: str, last: Tokens, _n_least: int, _n: int) -> tuple[int, Tokens]:
+        steps[-1].append("".join(map(chr, last.tolist())))
         return 0, NO_TOKENS
 
     monkeypatch.setattr(KVCache, "search", find_nothing)
-    for letter in letters(100, 2):
-        asked.add_token(ord(letter), 0.0)
-        proposing.propose([asked])
-    due = range(MIN_MATCH_ELSEWHERE, 101, SEARCH_EVERY)
-    assert searched == [(n, min(n, MAX_MATCH)) for n in due]
+    texts = [letters(30, 100 + i) for i in range(len(requests))]
+    for at in range(30):
+        for each, text in zip(requests, texts, strict=True):
+            each.add_token(ord(text[at]), 0.0)
+        steps.append([])
+        proposing.propose(requests)
+    assert [len(each) for each in steps[:19]] == [0] * 15 + [MAX_SEARCHES, MAX_SEARCHES, 2, 0]
+    # Each of them once.
+    firsts = [last[:16] for each in steps[:19] for last in each]
+    assert sorted(firsts) == sorted(text[:16] for text in texts)
 
 
 def test_a_reply_that_goes_on_otherwise_leaves_the_path_of_the_first() -> None:
