@@ -568,7 +568,8 @@ def test_other_kinds_of_kv_give_what_llama_server_computes(case: Case, layout: d
         pytest.skip("rounding of KV in other cells moves its logits more than an image")
     prompt = case.prompt(backend)
     for seq in (1, 0):
-        assert_same(compute(backend, *prompt, seq=seq), expected)
+        # Quantized keys multiply what rounding changes: by up to 0.007, as the CPU's kernels have it.
+        assert_same(compute(backend, *prompt, seq=seq), expected, 1.5e-2 if "cache_type_k" in layout else 5e-3)
     backend.close()
 
 
