@@ -132,7 +132,10 @@ async def test_a_reply_is_the_same_warm_preempted_and_stepwise(monkeypatch: pyte
     assert n_steps < len(cold), "nothing was forced"
     # 1,024 cells for three replies that are expected to take 64 tokens each, and take several hundred.
     async with running(LlamaBackend(settings(n_ctx=256, n_slots=3))) as engine:
-        crowded = await asyncio.gather(*(reply(engine, f"r{i}", cache_salt=str(i)) for i in range(3)))
+        async with engine.held():
+            replies = [asyncio.ensure_future(reply(engine, f"r{i}", cache_salt=str(i))) for i in range(3)]
+            await asyncio.sleep(0)
+        crowded = await asyncio.gather(*replies)
         assert engine.engine.scheduler.admission.n_preempted > 0
     monkeypatch.setattr(HostSampler, "force", lambda _: ())
     async with running(LlamaBackend(settings())) as engine:

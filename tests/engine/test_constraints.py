@@ -173,8 +173,9 @@ async def test_a_reply_goes_on_where_it_was_preempted() -> None:
     names = [f"prompt {i}" for i in range(3)]
     expected = [await alone(name, lark, max_tokens=400) for name in names]
     async with running(FakeBackend(n_ctx=600, n_slots=3, n_ubatch=16)) as harness:
-        for i, name in enumerate(names):
-            harness.submit(f"r{i}", name, constraint=lark, max_tokens=400)
+        async with harness.held():
+            for i, name in enumerate(names):
+                harness.submit(f"r{i}", name, constraint=lark, max_tokens=400)
         for i in range(3):
             await ended(harness, f"r{i}")
             assert harness.tokens(f"r{i}") == expected[i]

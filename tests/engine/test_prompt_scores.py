@@ -43,10 +43,11 @@ async def test_preempted_prompts_are_scored_once() -> None:
     backend = FakeBackend(n_ctx=180, n_slots=3, n_spare_rows=4)
     async with running(backend) as harness:
         names = {name: name * 20 for name in "abc"}
-        ends = [
-            harness.submit(name, prompt, prompt_probs=1, max_tokens=100, sampling=ENDLESS)
-            for name, prompt in names.items()
-        ]
+        async with harness.held():
+            ends = [
+                harness.submit(name, prompt, prompt_probs=1, max_tokens=100, sampling=ENDLESS)
+                for name, prompt in names.items()
+            ]
         for end in ends:
             assert isinstance(await end, Finished)
         assert harness.engine.scheduler.admission.n_preempted > 0

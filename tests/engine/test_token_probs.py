@@ -67,7 +67,8 @@ async def test_preempted_requests_have_what_they_have_alone() -> None:
             await harness.submit(name, name * 20, **long)
             expected[name] = (tokens_of(harness, name), probs_of(harness, name))
     async with running(FakeBackend(n_ctx=180, n_slots=3)) as harness:
-        ends = [harness.submit(name, name * 20, **long) for name in "abc"]
+        async with harness.held():
+            ends = [harness.submit(name, name * 20, **long) for name in "abc"]
         for end in ends:
             await end
         assert harness.engine.scheduler.admission.n_preempted > 0
