@@ -350,6 +350,8 @@ def _add_speculate(command: ArgumentParser) -> None:
     command.add_argument(
         "--against", action="append", choices=names, metavar="SERVER", help=f"{', '.join(names)} {text}"
     )
+    text = "streams at once (may be repeated; default: all)"
+    command.add_argument("--streams", action="append", type=int, choices=speculate.STREAMS, help=text)
     text = "begin no pair that would not end within this time"
     command.add_argument("--time-limit", type=_positive, default=math.inf, metavar="SECONDS", help=text)
     command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
@@ -366,6 +368,7 @@ def _speculate(options: Namespace) -> None:
         server_flags=options.server.split(),
         only=options.only or (),
         against=options.against,
+        streams=options.streams or speculate.STREAMS,
         time_limit_s=options.time_limit,
     )
 

@@ -14,7 +14,7 @@ import secrets
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
@@ -149,6 +149,7 @@ def run(
     server_flags: Sequence[str],
     only: Sequence[str],
     against: Sequence[str] | None,
+    streams: Sequence[int],
     time_limit_s: float,
 ) -> None:
     """Measure, print two tables, write `speculate.json` and the servers' logs.
@@ -161,7 +162,11 @@ def run(
     setups = [each for each in PEERS if each.name in against] if against is not None else peers_of(model)
     n_ctx = context(scale)
     common = CommonSettings(path, STREAMS[-1], threads, n_ctx, tuple(server_flags))
-    workloads = [each for each in WORKLOADS if each.name in (only or NAMES)]
+    workloads = [
+        replace(each, streams=tuple(n for n in each.streams if n in streams))
+        for each in WORKLOADS
+        if each.name in (only or NAMES)
+    ]
     bench = Bench(prompts, common, folder, [DRAFTING, WITHOUT, *setups])
     asyncio.run(bench.measure(workloads, repeats, time_limit_s))
     console.print(table(bench.runs, title))

@@ -172,6 +172,7 @@ def test_both_sides_give_whole_replies(tmp_path: Path, monkeypatch: pytest.Monke
             server_flags=(),
             only=(REWRITE, "sampled rewrite"),
             against=(),
+            streams=speculate.STREAMS,
             time_limit_s=300.0,
         )
     content = json.loads((tmp_path / "speculate.json").read_text())
