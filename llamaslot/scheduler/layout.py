@@ -19,6 +19,9 @@ A change saves the pool to RAM, creates the context again, and loads the KV of r
 While memory is short, the layout stays too, and while a request runs whose context was shifted. Savings are
 estimated up to the end of the current requests, but a long request that arrives meanwhile forces a change back. So
 each time that happens, the next partition must save twice as much, until no such request has come for a while.
+
+How long replies will be is not known. So the same requests are considered again after every `MIN_EXPECTED_TOKENS`
+tokens, and each is expected to generate at least as many more as it has.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from itertools import pairwise
 
 from llamaslot.base.tokens import n_common
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.scheduler.admission import Admission
+from llamaslot.scheduler.admission import MIN_EXPECTED_TOKENS, Admission
 from llamaslot.scheduler.request import Request
 
 _MAX_SHARED = 4.0
@@ -54,8 +57,8 @@ class LayoutChoice:
         self._admission = admission
         self._seen: tuple[bool, frozenset[str]] | None = None
         """Layout and ids of the requests at the last plan."""
-        self._is_considered = False
-        """True if a change was considered for those requests already: they do not need it again."""
+        self._consider_at = 0
+        """Number of tokens that those requests have generated in all when a change is considered next."""
         self._n_changes = _MIN_CHANGES
         self._rarer_until = 0.0
 
@@ -78,11 +81,12 @@ class LayoutChoice:
             return settings.unified
         requests = [*running, *waiting]
         seen = settings.unified, frozenset(request.id for request in requests)
+        n_generated = sum(request.n_generated for request in requests)
         if seen != self._seen:
             # Wait for one more plan: of requests sent together, some may still be arriving.
-            self._seen, self._is_considered = seen, False
-        elif len(requests) > 1 and not self._is_considered:
-            self._is_considered = True
+            self._seen, self._consider_at = seen, 0
+        elif len(requests) > 1 and n_generated >= self._consider_at:
+            self._consider_at = n_generated + MIN_EXPECTED_TOKENS * len(requests)
             if now >= self._rarer_until:
                 self._n_changes = _MIN_CHANGES
             return self._cheaper(requests, n_running=len(running))
@@ -95,7 +99,7 @@ class LayoutChoice:
         if not self._cache.can_empty_pool or any(map(self._admission.exceeds_part, requests)):
             return settings.unified
         # All tokens, including those that the requests are expected to generate.
-        lengths = [len(request.tokens) + self._admission.n_expected(request) for request in requests]
+        lengths = [len(request.tokens) + self._n_expected(request) for request in requests]
         # The same, but shared prefixes count once. In this order each request shares its longest with a neighbour.
         ordered = sorted(requests, key=lambda request: (request.namespace, request.prefix))
         common = [
@@ -116,3 +120,10 @@ class LayoutChoice:
         if not settings.unified:
             return -gain_us > _MIN_CHANGES * change_us
         return sum(lengths) > _MAX_SHARED * n_distinct or gain_us <= self._n_changes * change_us
+
+    def _n_expected(self, request: Request) -> int:
+        """Return how many more tokens a request is expected to generate, but not more than fit into a part."""
+        remaining = request.n_remaining
+        longer = request.n_generated if remaining is None else min(request.n_generated, remaining)
+        longer = min(longer, self._cache.settings.part_cells - len(request.tokens))
+        return max(self._admission.n_expected(request), longer)

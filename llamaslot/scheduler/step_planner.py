@@ -29,6 +29,8 @@ FIRST_PROMPT_FRACTION = 0.25
 """Fraction of a step's prompt tokens that goes to the first prompt."""
 MAX_CELLS_AHEAD = 32
 """Most idle cells evicted at once for extra steps: more evict prefixes too early, fewer need more plans."""
+_MAX_EXTRA_STEPS = 64
+"""Most extra steps of several requests: for long replies, the layout is considered again (`layout.py`)."""
 
 
 @dataclass(slots=True)
@@ -341,6 +343,8 @@ class StepPlanner:
         left += [request.stops.limit(cache.length(request.slot), n_ctx) for request in requests]
         # In a partitioned pool no cells are counted: a request that fills its part continues in another layout.
         n_steps = max(min(left) - 1, 0)
+        if len(work) > 1:
+            n_steps = min(n_steps, _MAX_EXTRA_STEPS)
         if cache.settings.unified:
             free = cache.cells.free - plan.n_tokens
             wanted = min(n_steps * len(work), max(len(work), MAX_CELLS_AHEAD))

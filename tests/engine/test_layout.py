@@ -188,6 +188,23 @@ async def test_long_requests_make_the_next_partition_rarer() -> None:
         assert layout._n_changes == 2 * 2**3
 
 
+@pytest.mark.parametrize(("n_each", "layouts"), [(60, []), (200, [False])])
+async def test_replies_that_are_longer_than_expected_partition_the_pool(n_each: int, layouts: list[bool]) -> None:
+    """For 64 tokens of each, as many as are expected, a change does not pay; for twice as many it does."""
+    backend = Backend(n_ctx=4096)
+    backend._eos_every = 10**9
+    backend.info = msgspec.structs.replace(backend.info, context_ms=3500.0)
+    async with running(backend, **RAM) as engine:
+        # At first 3 * 104 tokens meet 208 cells of others, for 90 us each: 5.8 s, less than two changes take.
+        async with engine.held():
+            ends = [engine.submit(each, each, max_tokens=n_each) for each in PROMPTS]
+        for each, end in zip(PROMPTS, ends, strict=True):
+            assert isinstance(await end, Finished)
+            cold = FakeBackend(eos_every=10**9, n_ctx=4096)
+            assert engine.text(each) == await alone(each, cold, max_tokens=n_each)
+        assert backend.layouts == layouts
+
+
 async def test_a_reply_may_outgrow_its_part() -> None:
     backend = Backend()
     backend._eos_every = 10**9
@@ -208,7 +225,7 @@ async def test_the_pool_stays_as_it_is_beside_a_request_whose_context_was_shifte
     backend.info = msgspec.structs.replace(backend.info, n_ctx_slot=64)
     async with running(backend, **RAM) as engine:
         fields = {"sampling": Sampling(temperature=0.0, ignore_eos=True), "shift": ContextShift(is_on=True)}
-        long = engine.submit("long", "f" * 40, max_tokens=300, **fields)
+        long = engine.submit("long", "f" * 40, max_tokens=1200, **fields)
         while not any(request.n_discarded for request in engine.engine.scheduler.running):
             await asyncio.sleep(0)
         await answers(engine, PROMPTS)
