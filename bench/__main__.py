@@ -23,6 +23,7 @@ from bench import (
     chat,
     constrained,
     decode,
+    drafting,
     embed,
     gpu,
     idle,
@@ -173,6 +174,7 @@ def _add_parts(commands: Any) -> None:
     _threads(looping)
 
     _add_adapters(commands.add_parser("adapters", help="streams with two LoRA adapters, at once or in turn"))
+    _add_drafting(commands.add_parser("drafting", help="what drafts would gain, replayed without noise"))
     _add_speculate(commands.add_parser("speculate", help="drafts from what a reply repeats, and llama-server's"))
 
     warming = commands.add_parser("ahead", help="turns that were computed ahead, and what that costs others")
@@ -370,6 +372,24 @@ def _speculate(options: Namespace) -> None:
         against=options.against,
         streams=options.streams or speculate.STREAMS,
         time_limit_s=options.time_limit,
+    )
+
+
+def _add_drafting(command: ArgumentParser) -> None:
+    _common(command, run=_drafting, repeats=(8, 1), of="texts of each kind", shape=None)
+    text = f"{speculate.REAL}, a GGUF file, or a shape written with weights that continue a chain (default: "
+    command.add_argument("--model", metavar="MODEL", help=f"{text}{speculate.REAL})")
+    command.add_argument("--server", default="", metavar="FLAGS", help="more flags for the backend")
+    _threads(command)
+
+
+def _drafting(options: Namespace) -> None:
+    drafting.run(
+        model=options.model or ("60m" if options.quick else speculate.REAL),
+        repeats=options.repeats,
+        scale=speculate.QUICK_SCALE if options.quick else 1.0,
+        folder=options.out,
+        server_flags=["-t", str(options.threads), *options.server.split()],
     )
 
 

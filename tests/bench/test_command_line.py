@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import adapters, chat, constrained, decode, idle, scenarios, speculate, tree
+from bench import adapters, chat, constrained, decode, drafting, idle, scenarios, speculate, tree
 from bench.__main__ import QUICK, main
 from bench.fleet import run as fleet
 from bench.fleet import setups
@@ -21,6 +21,7 @@ BENCHMARKS = {
     "baseline": baseline,
     "constrained": constrained,
     "decode": decode,
+    "drafting": drafting,
     "fleet": fleet,
     "idle": idle,
     "peers": compare,
@@ -57,6 +58,7 @@ def called(
         ("chat", 5, 2),
         ("constrained", 7, 2),
         ("decode", 7, 2),
+        ("drafting", 8, 1),
         ("idle", 7, 2),
         ("peers", None, 1),
         ("scenarios", 3, 1),
