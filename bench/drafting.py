@@ -18,10 +18,11 @@ import numpy as np
 from rich.table import Table
 
 from bench.client import BenchmarkError
+from bench.peers.baseline import revision
 from bench.peers.workloads import GREEDY
 from bench.progress import progress
 from bench.quoting import CHAT, REWRITE, TOOLS, Prompts
-from bench.report import console, machine, new_table, write_json
+from bench.report import ROOT, console, machine, new_table, write_json
 from bench.speculate import SAMPLED, context, model_of, prompts_for
 from bench.steps import backend_settings
 from llamaslot.backend.llama import LlamaBackend
@@ -97,7 +98,7 @@ def run(*, model: str, repeats: int, scale: float, folder: Path, server_flags: S
         for policy in POLICIES
     ]
     console.print(table(title, results))
-    content = {"benchmark": "drafting", "machine": machine(), "model": title}
+    content = {"benchmark": "drafting", "commit": revision(ROOT), "machine": machine(), "model": title}
     content |= {"costs": {name: msgspec.to_builtins(cost) for name, cost in costs.items()}}
     write_json(folder / "drafting.json", content | {"texts": [asdict(each) for each in texts], "results": results})
 
