@@ -67,6 +67,17 @@ def test_extra_steps_fit_into_the_pool() -> None:
     assert plan.n_extra_steps == (161 - 34) // 2
 
 
+def test_several_streams_are_planned_again_after_a_while() -> None:
+    """The layout of the pool may be considered then. A stream alone needs no other layout."""
+    driver = Driver(n_slots=2, n_ctx=1024, n_ubatch=64)
+    driver.submit("a" * 16, max_tokens=-1)
+    driver.step()
+    assert driver.step().n_extra_steps > 64
+    driver.submit("b" * 16, max_tokens=-1)
+    driver.step()
+    assert driver.step().n_extra_steps == 64
+
+
 def test_idle_cells_for_several_extra_steps_are_evicted_at_once() -> None:
     driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
     idle = driver.run("a" * 64)
