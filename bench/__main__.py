@@ -343,8 +343,7 @@ def _families(options: Namespace) -> None:
 def _add_speculate(command: ArgumentParser) -> None:
     of = f"pairs, instead of {FEW} or {speculate.MANY}"
     _common(command, run=_speculate, repeats=(None, 1), of=of, shape=None)
-    text = f"{speculate.REAL}, a GGUF file, or a shape written with weights that continue a chain (default: "
-    command.add_argument("--model", metavar="MODEL", help=f"{text}{speculate.REAL})")
+    _chain_or_trained(command)
     names = list(speculate.NAMES)
     command.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
     names = [each.name for each in speculate.PEERS]
@@ -375,10 +374,14 @@ def _speculate(options: Namespace) -> None:
     )
 
 
-def _add_drafting(command: ArgumentParser) -> None:
-    _common(command, run=_drafting, repeats=(8, 1), of="texts of each kind", shape=None)
+def _chain_or_trained(command: ArgumentParser) -> None:
     text = f"{speculate.REAL}, a GGUF file, or a shape written with weights that continue a chain (default: "
     command.add_argument("--model", metavar="MODEL", help=f"{text}{speculate.REAL})")
+
+
+def _add_drafting(command: ArgumentParser) -> None:
+    _common(command, run=_drafting, repeats=(8, 1), of="texts of each kind", shape=None)
+    _chain_or_trained(command)
     command.add_argument("--server", default="", metavar="FLAGS", help="more flags for the backend")
     _threads(command)
 
